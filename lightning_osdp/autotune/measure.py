@@ -201,7 +201,10 @@ def measure_compute_times(
     partitions = ranks.all_gather_object(own)[ranks.rank - index :][:num_partitions]
     time_rest = partial(compute.measure_compute, traced, ranks.device, partitions=partitions, **limits)
     times: ComputeTimes = ranks.raise_on_all_ranks(partial(run, time_rest))
-    return max(ranks.all_gather_object(times), key=_total_s)
+    return max(
+        ranks.all_gather_object(times),
+        key=lambda each: sum(line.seconds_at(8) for line in [*each.operators, each.unattributed]),
+    )
 
 
 def is_cache_valid(cluster_profile: ClusterProfile, ranks: RankGroup, spread: float = 0.0) -> bool:
@@ -219,10 +222,6 @@ def is_cache_valid(cluster_profile: ClusterProfile, ranks: RankGroup, spread: fl
         if predicted_s <= _tolerance(spread) * measured_s and measured_s <= _tolerance(spread) * predicted_s:
             return True
     return False
-
-
-def _total_s(times: ComputeTimes) -> float:
-    return sum(line.seconds_at(8) for line in [*times.operators, times.unattributed])
 
 
 def _bandwidths(link: Link, ranks: RankGroup) -> str:

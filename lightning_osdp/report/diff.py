@@ -97,12 +97,9 @@ def _problem_changes(a: ExecutionPlan, b: ExecutionPlan) -> list[Change]:
         before, after = getattr(a.cluster.link, name), getattr(b.cluster.link, name)
         what = name.replace("_", "-")
         changes.append(_numeric_change(f"{what} latency", before.latency_s, after.latency_s, format_seconds))
-        changes.append(_numeric_change(f"{what} time per MiB", before.s_per_byte, after.s_per_byte, _format_per_mib))
+        per_mib = before.s_per_byte * (1 << 20), after.s_per_byte * (1 << 20)
+        changes.append(_numeric_change(f"{what} time per MiB", *per_mib, format_seconds))
     return changes
-
-
-def _format_per_mib(s_per_byte: float) -> str:
-    return format_seconds(s_per_byte * (1 << 20))
 
 
 def _prediction_changes(a: Prediction, b: Prediction) -> list[Change]:

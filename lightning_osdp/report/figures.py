@@ -219,7 +219,7 @@ def tradeoff_figure(candidates: Sequence[Candidate], memory_limit_bytes: int | N
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     memory_scale, memory_unit = _memory_unit([candidate.peak.total_bytes for candidate in candidates])
-    time_scale, time_unit = _time_unit([candidate.step_time_s for candidate in candidates])
+    time_scale, time_unit = (1.0, "s") if max(one.step_time_s for one in candidates) >= 1 else (1e-3, "ms")
     peaks = [candidate.peak.total_bytes / memory_scale for candidate in candidates]
     times = [candidate.step_time_s / time_scale for candidate in candidates]
     axes.step(peaks, times, where="post", color="#0072B2")
@@ -277,7 +277,7 @@ def devices_figure(points: Sequence[SimulatedPoint]) -> Figure:
     speed.set_ylim(bottom=0)
     memory.set_ylabel(f"peak of one device, {unit}")
     memory.set_ylim(0, 1.2 * max(limits))
-    memory.set_xticks(list(places), [_point_label(point) for point in points])
+    memory.set_xticks(list(places), [f"{one.devices}" + f"\n({one.nodes} nodes)" * (one.nodes > 1) for one in points])
     memory.set_xlabel("devices")
     _finish(figure, "By number of devices", [speed, memory])
     return figure
@@ -343,16 +343,8 @@ def _label_phases(axes: Axes, phases: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _point_label(point: SimulatedPoint) -> str:
-    return f"{point.devices}" if point.nodes == 1 else f"{point.devices}\n({point.nodes} nodes)"
-
-
 def _memory_unit(amounts: Sequence[float]) -> tuple[float, str]:
     return (1 << 30, "GiB") if max(amounts) >= 1 << 30 else (1 << 20, "MiB")
-
-
-def _time_unit(seconds: Sequence[float]) -> tuple[float, str]:
-    return (1.0, "s") if max(seconds) >= 1 else (1e-3, "ms")
 
 
 class _BarStyle(NamedTuple):

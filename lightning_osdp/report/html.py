@@ -10,7 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
 from lightning_osdp.planning.search.batch_size_search import Candidate
-from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
+from lightning_osdp.planning.spec.formatting import format_bytes, format_count
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, SimulatedResult
@@ -26,6 +26,7 @@ from lightning_osdp.report.figures import (
     tradeoff_figure,
 )
 from lightning_osdp.report.operator_rows import operator_rows
+from lightning_osdp.report.tables import summary_rows
 
 BASELINE_HEADER = ("instead", ">batch size", ">samples/s", "gain of this plan")
 
@@ -80,8 +81,11 @@ def render_page(
     Raises:
         PlanMismatchError: the plan is for another model than ``model``.
     """
+    cluster = plan.cluster
+    nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
+    summary = [("devices", f"{cluster.ranks} ({nodes}, {cluster.device}, {cluster.backend})")]
     sections = [
-        _Section("The plan", header=["", "predicted"], table_rows=_summary_rows(plan)),
+        _Section("The plan", header=["", "predicted"], table_rows=[*summary, *summary_rows(plan).items()]),
         _Section("Batch size", _encode(throughput_figure(plan)), "Throughput and memory by batch size"),
     ]
     if plan.baselines:
@@ -98,37 +102,13 @@ def render_page(
         picture, said = _encode(devices_figure(points)), "Throughput and memory by number of devices"
         device_rows = [_device_row(point, field) for point in points for field in STRATEGIES]
         sections.append(_Section("Other numbers of devices", picture, said, DEVICE_HEADER, device_rows))
-    devices = f"{plan.cluster.ranks} device{'' if plan.cluster.ranks == 1 else 's'}"
+    devices = f"{cluster.ranks} device{'' if cluster.ranks == 1 else 's'}"
     title = f"Execution plan: {format_count(plan.model.num_parameters)} parameters on {devices}"
     return _PAGE.get_template("page.html.jinja").render(title=title, sections=sections)
 
 
 def _encode(figure: Figure) -> str:
     return base64.b64encode(to_svg(figure).encode()).decode()
-
-
-def _summary_rows(plan: ExecutionPlan) -> list[tuple[str, str]]:
-    predicted, cluster = plan.predicted, plan.cluster
-    nodes = f"{cluster.nodes} nodes of {cluster.devices_per_node}" if cluster.nodes > 1 else "one node"
-    return [
-        ("devices", f"{cluster.ranks} ({nodes}, {cluster.device}, {cluster.backend})"),
-        (
-            "batch size",
-            f"{plan.batch_size} x {plan.accumulate_grad_batches} accumulated x {cluster.ranks} devices "
-            f"= {plan.global_batch_size} in all",
-        ),
-        (
-            "step time",
-            f"{format_seconds(predicted.step_time_s)} = {format_seconds(predicted.compute_time_s)} compute "
-            f"+ {format_seconds(predicted.communication_time_s)} communication",
-        ),
-        ("throughput", format_rate(predicted.samples_per_s)),
-        (
-            "peak memory",
-            f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.memory_limit_bytes)}"
-            + f", {format_bytes(predicted.overhead_bytes)} of it before the model" * bool(predicted.overhead_bytes),
-        ),
-    ]
 
 
 def _operator_rows(plan: ExecutionPlan) -> list[Sequence[str]]:

@@ -197,8 +197,9 @@ def _heading(plan: ExecutionPlan) -> Text:
     )
 
 
-def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | None) -> Table:
-    predicted, limit = plan.predicted, plan.memory_limit_bytes
+def summary_rows(plan: ExecutionPlan) -> dict[str, str]:
+    """Return the numbers of a plan as text, by what they tell."""
+    predicted = plan.predicted
     rows = {
         "batch size": f"{plan.batch_size} x {plan.accumulate_grad_batches} accumulated x {plan.cluster.ranks} ranks "
         f"= {plan.global_batch_size} in all",
@@ -206,8 +207,7 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         f"+ {format_seconds(predicted.communication_time_s)} communication",
         "throughput": _format_throughput(predicted.samples_per_s),
         **({"tried": describe_tried(plan)} if plan.tried else {}),
-        "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(limit)}  "
-        f"{_format_bar(predicted.peak_memory_bytes / limit)}",
+        "peak memory": f"{format_bytes(predicted.peak_memory_bytes)} of {format_bytes(plan.memory_limit_bytes)}",
     }
     if predicted.overhead_bytes:
         rows[""] = f"{format_bytes(predicted.overhead_bytes)} of it before the model"
@@ -218,6 +218,12 @@ def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | 
         rows["updates"] = "sharded parameters are updated during backward, so their gradients need not be stored"
     if plan.retain_freed_memory:
         rows["freed memory"] = "is retained in the heap, so that new tensors need no new pages"
+    return rows
+
+
+def _summary(plan: ExecutionPlan, profiling_s: float | None, collectives: int | None) -> Table:
+    rows = summary_rows(plan)
+    rows["peak memory"] += f"  {_format_bar(plan.predicted.peak_memory_bytes / plan.memory_limit_bytes)}"
     if collectives is not None:
         rows["collectives"] = f"{collectives} per step{_prefetch_text(plan)}"
     if profiling_s is not None:

@@ -209,7 +209,8 @@ class _ChunkSavePlanner(DefaultSavePlanner):
         )
 
     def _make_write_item(self, deferred_tensor: DeferredTensor, tensor_chunk: TensorChunk) -> dcp_planner.WriteItem:
-        metadata, local_shard = _to_chunk_metadata(tensor_chunk), deferred_tensor.local_shard.detach()
+        metadata = dcp_metadata.ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
+        local_shard = deferred_tensor.local_shard.detach()
         self._chunk_values[deferred_tensor.name, metadata.offsets] = tensor_chunk.view(local_shard)
         properties = dcp_metadata.TensorProperties(dtype=local_shard.dtype)
         data = dcp_planner.TensorWriteData(chunk=metadata, properties=properties, size=deferred_tensor.layout.shape)
@@ -224,10 +225,6 @@ class _ChunkSavePlanner(DefaultSavePlanner):
         index = write_item.index
         assert index.offset is not None
         return self._chunk_values[index.fqn, index.offset]
-
-
-def _to_chunk_metadata(tensor_chunk: TensorChunk) -> dcp_metadata.ChunkStorageMetadata:
-    return dcp_metadata.ChunkStorageMetadata(torch.Size(tensor_chunk.offsets), torch.Size(tensor_chunk.sizes))
 
 
 class CheckpointFolder:

@@ -248,7 +248,6 @@ def _assign_gradient(parameter: Any, value: Tensor | None) -> None:
     guard_behind(parameter).context.before_gradient()
     if value is not None:
         value = _part_of(local_shard_of(parameter), value, "a gradient")
-    guard_behind(parameter).discard_outside_gradient()
     guard_behind(parameter).set_gradient(value)
 
 

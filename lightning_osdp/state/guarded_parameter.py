@@ -182,7 +182,8 @@ class ShardGuard:
         return None if gradient is None else LocalShard(self, gradient, "gradient")
 
     def set_gradient(self, gradient: Tensor | None) -> None:
-        """Give the parameter a gradient that lies like its local shard."""
+        """Give the parameter a gradient that lies like its local shard, and forget that of reads elsewhere."""
+        self._outside_gradient = None
         with opened([self.parameter]):
             self.parameter.grad = gradient
 
@@ -203,10 +204,6 @@ class ShardGuard:
         part = self.layout.shard(full.div_(dist.get_world_size(self.context.group)))
         self._outside_gradient = part if self._outside_gradient is None else self._outside_gradient.add_(part)
         self.context.with_outside_gradients.add(self)
-
-    def discard_outside_gradient(self) -> None:
-        """Forget the gradient of reads outside of the operator, since the parameter gets another one."""
-        self._outside_gradient = None
 
     def add_outside_gradient(self) -> None:
         """Add the gradient of reads outside of the operator to the parameter's."""

@@ -184,7 +184,7 @@ class OSDPStrategy(HandoverStrategy):
     @property
     def execution_plan(self) -> ExecutionPlan | None:
         """The plan in use; None until ``fit`` has made or read one."""
-        return self._plan
+        return self._planning_result.plan if self._planning_result is not None else None
 
     @property
     def search_constraints(self) -> SearchConstraints:
@@ -217,7 +217,6 @@ class OSDPStrategy(HandoverStrategy):
             return
         _optimizers_to_device(self.optimizers, self.root_device)
         self._monitor = self._create_monitor()
-        assert self._plan is not None
         self._heap_controller = HeapController(self._plan, self.root_device)
         if self._broadcasts_buffers and self.lightning_module is not None:
             self._buffers = BufferBroadcast(self.lightning_module, dist.group.WORLD, self.root_device)
@@ -255,7 +254,7 @@ class OSDPStrategy(HandoverStrategy):
             data.reset_dataloader()
         if self._replan_mode == "never":  # the measurements take some MiB, which training needs
             self._planning_result = replace(self._planning_result, replanner=None)
-        self._plan = plan = self._planning_result.plan
+        plan = self._plan
         assert_equal_on_ranks(ranks.group, "the plan", hashlib.sha256(plan.to_json().encode()).hexdigest()[:12])
         budget.begin_stage("applying the plan")
         engine = create_engine(self._options.engine, self.root_device, ranks.group)
@@ -275,7 +274,6 @@ class OSDPStrategy(HandoverStrategy):
         self._print_and_write_plan(trainer, self._planning_result.profiling_s)
 
     def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
-        assert self._plan is not None
         if self._layer_sync is not None:  # after planning: a synchronised layer can't run on fake tensors
             self.model = self._layer_sync.apply(module)
         if is_meta(module):  # there are no values yet that optimizers could copy, and the module is never unsharded
@@ -286,7 +284,6 @@ class OSDPStrategy(HandoverStrategy):
             engine.apply(module, self._plan, self.optimizers)
 
     def _create_monitor(self, detect_drift: bool = True) -> PredictionMonitor:
-        assert self._plan is not None
         assert self._planning_result is not None
         correction, file = self._planning_result.correction, self._planning_result.cache_file
         save_correction = partial(profile_cache.store_correction, file) if file is not None else None
@@ -295,7 +292,6 @@ class OSDPStrategy(HandoverStrategy):
         return PredictionMonitor(self._plan, ranks, correction, save_correction, detect_drift)
 
     def _print_and_write_plan(self, trainer: pl.Trainer, profiling_s: float | None) -> None:
-        assert self._plan is not None
         assert self._engine is not None
         folder = trainer.log_dir  # a broadcast: on every rank
         if self.is_global_zero:
@@ -334,16 +330,15 @@ class OSDPStrategy(HandoverStrategy):
         """Continue with the same model and optimizer state at the same batch size; warn if that is not possible."""
         assert self._engine is not None
         assert self._planning_result is not None
-        assert self._plan is not None
         assert self.lightning_module is not None
         result, self._monitor = self._planning_result, self._create_monitor(detect_drift=False)
-        new = replan(result, self._plan, measured_step, self.lightning_module.automatic_optimization)
+        new = replan(result, measured_step, self.lightning_module.automatic_optimization)
         if new is None:
             return
         plan, correction = new
         self._engine.apply_plan_change(plan, self.optimizers)
         memory.trim(self.root_device)
-        self._plan, self._planning_result = plan, replace(result, plan=plan, correction=correction)
+        self._planning_result = replace(result, plan=plan, correction=correction)
         self._monitor, self._heap_controller = self._create_monitor(), HeapController(plan, self.root_device)
         if self._run_warnings is not None:
             self._run_warnings.plan = plan
@@ -397,7 +392,6 @@ class OSDPStrategy(HandoverStrategy):
         return result
 
     def _explain_oom(self) -> AbstractContextManager[None]:
-        assert self._plan is not None
         return out_of_memory.explain_oom(self._plan, self.global_rank, lambda: memory.peak_reserved(self.root_device))
 
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -33,7 +33,8 @@ def explain_oom(plan: ExecutionPlan, rank: int, peak_memory_bytes: Callable[[], 
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, OSDPError) or not _is_oom(error):
+        is_oom = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message_of(error)
+        if isinstance(error, OSDPError) or not is_oom:
             raise
         text = f"rank {rank} ran out of memory: {message_of(error)}\n{oom_advice(plan, peak_memory_bytes())}"
         raise OutOfMemoryError(text) from error
@@ -91,7 +92,3 @@ def _smaller_batch_text(plan: ExecutionPlan) -> str:
 def _memory_limit_text(size: int) -> str:
     """Format a limit as a user writes it, rounded down to whole MiB."""
     return f'"{max(1, size >> 20)}MiB"'
-
-
-def _is_oom(error: BaseException) -> bool:
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in message_of(error)

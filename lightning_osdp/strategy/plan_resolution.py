@@ -113,17 +113,16 @@ def _agree_on_batch_sizes(policy: BatchSizePolicy, ranks: RankGroup) -> BatchSiz
 
 
 def replan(
-    result: PlanningResult, plan: ExecutionPlan, measured_step: MeasuredStep, is_automatic: bool
+    result: PlanningResult, measured_step: MeasuredStep, is_automatic: bool
 ) -> tuple[ExecutionPlan, Correction] | None:
     """Return a plan that fits ``measured_step`` better at the same batch size; None, with a warning, if there is none.
 
     Args:
-        result: what planning has made.
-        plan: the plan in use.
-        measured_step: step time and peak memory under it.
+        result: what planning has made, with the plan in use.
+        measured_step: step time and peak memory under that plan.
         is_automatic: whether Lightning runs the backward pass.
     """
-    replanner, unchanged = result.replanner, "memory left its prediction, but the plan is kept"
+    plan, replanner, unchanged = result.plan, result.replanner, "memory left its prediction, but the plan is kept"
     if replanner is None or not is_automatic:
         reason = "it was given" if replanner is None else "gradients are the module's own (manual optimization)"
         rank_zero_warn(f"{unchanged}: {reason}", category=OSDPWarning)

@@ -101,10 +101,15 @@ class HandoverStrategy(ProcessGroupStrategy):
 
     _options: PlanningOptions
     _engine: Engine | None = None
-    _plan: ExecutionPlan | None = None
     _planning_result: PlanningResult | None = None
     _sizes_before: tuple[int, int] | None = None
     """Batch size of the loader, and accumulation of the Trainer, before the plan changed them."""
+
+    @property
+    def _plan(self) -> ExecutionPlan:
+        """The plan in use, once there is one."""
+        assert self._planning_result is not None
+        return self._planning_result.plan
 
     @abstractmethod
     def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
@@ -121,7 +126,7 @@ class HandoverStrategy(ProcessGroupStrategy):
         left = take_over(self.model, self._engine, self._memory_limit(), dist.group.WORLD)
         if left is not None:
             assert left.plan is not None
-            self._engine, self._plan, self._planning_result = left, left.plan, PlanningResult(left.plan)
+            self._engine, self._planning_result = left, PlanningResult(left.plan)
         return self._engine is not None
 
     def _resume_plan(self, trainer: pl.Trainer) -> bool:
@@ -129,7 +134,6 @@ class HandoverStrategy(ProcessGroupStrategy):
         engine, module, is_fit = self._engine, self.lightning_module, trainer.state.fn == TrainerFn.FITTING
         assert engine is not None
         assert module is not None
-        assert self._plan is not None
         engine.refuse_runs("")
         ranks = RankGroup(dist.group.WORLD, self.num_nodes, self.root_device)
         if is_fit and engine.is_restored and self._has_other_sizes(trainer, ranks):
@@ -158,7 +162,6 @@ class HandoverStrategy(ProcessGroupStrategy):
 
         If so, the Trainer accumulates as before that plan.
         """
-        assert self._plan is not None
         source = trainer.fit_loop._data_source
         own_size = source.instance.batch_size if isinstance(source.instance, DataLoader) else None
         before_size, accumulation = self._sizes_before or (own_size, 1)
@@ -173,7 +176,6 @@ class HandoverStrategy(ProcessGroupStrategy):
 
     def _resize_loader(self, trainer: pl.Trainer, num_ranks: int) -> None:
         """Give a loader that was passed to ``fit`` the plan's batch size; a module's own has it since the last run."""
-        assert self._plan is not None
         assert self.lightning_module is not None
         if trainer.fit_loop._data_source.is_module():
             return

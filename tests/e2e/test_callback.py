@@ -123,7 +123,7 @@ class Misled(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = trainer.strategy
-        plan, again = strategy._plan, strategy._planning_result.replanner.replan
+        plan, again = strategy.execution_plan, strategy._planning_result.replanner.replan
         lower = plan.predicted.model_copy(update={"peak_memory_bytes": plan.predicted.peak_memory_bytes // 2})
         handed_back = {"retain_freed_memory": False}  # else only a peak above the limit would count
         strategy._monitor._plan = plan.model_copy(update={"predicted": lower, **handed_back})

@@ -79,7 +79,9 @@ class HeapController:
 
     def _adjust(self) -> None:
         if self._num_steps == WARMUP_STEPS:
-            self._bound_bytes = min(self._limit_bytes, max(self._bound_bytes, self._planned_peak_bytes()))
+            growth_bytes = int(HEAP_GROWTH * (self._peak_bytes - self._idle_bytes))  # what was planned for
+            planned_peak_bytes = self._peak_bytes + growth_bytes + self._headroom_bytes
+            self._bound_bytes = min(self._limit_bytes, max(self._bound_bytes, planned_peak_bytes))
             self._max_target_bytes = self._bound_bytes - self._headroom_bytes - self._idle_bytes
             self._released_idle_bytes = self._idle_bytes
         untouched_bytes = max(0, self._retained_bytes - (self._idle_bytes - self._released_idle_bytes))
@@ -89,7 +91,3 @@ class HeapController:
             self._target_bytes = self._max_target_bytes = smaller_bytes if smaller_bytes >= MIN_ADJUSTMENT_BYTES else 0
         elif left_bytes >= MIN_ADJUSTMENT_BYTES:
             self._target_bytes = min(self._target_bytes + left_bytes, self._max_target_bytes)
-
-    def _planned_peak_bytes(self) -> int:
-        """Return the peak with the growth that was planned for, after a step that has released everything."""
-        return self._peak_bytes + int(HEAP_GROWTH * (self._peak_bytes - self._idle_bytes)) + self._headroom_bytes

@@ -73,7 +73,7 @@ class _LowPrecisionParameter(ValuesOnDemand):
         """Run a function of torch with the casts, or with the parameters themselves."""
         kwargs = kwargs or {}
         name = func.__name__
-        if name in _PLAIN or (name == "__get__" and _property_name(func) in _PLAIN_PROPERTIES):
+        if name in _PLAIN or (name == "__get__" and getattr(func.__self__, "__name__", "") in _PLAIN_PROPERTIES):
             with without_guards():
                 return func(*args, **kwargs)
         shown = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, _LowPrecisionParameter)]
@@ -92,10 +92,6 @@ class _LowPrecisionParameter(ValuesOnDemand):
     def show_values(self) -> None:
         """Gather the parameter in its own type."""
         getattr(self, _UNIT).read_as_is(self)
-
-
-def _property_name(func: Any) -> str:
-    return str(getattr(getattr(func, "__self__", None), "__name__", ""))
 
 
 def _replace_by_cast(leaf: Any) -> Any:

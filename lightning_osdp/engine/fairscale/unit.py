@@ -222,7 +222,8 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             if hooks is not None:
                 hooks.pop()
             if self._num_running == 0:
-                self._keep_changes(versions, self._has_module_hooks())
+                hooked = any(module._forward_pre_hooks or module._forward_hooks for module in self._hooked_modules)
+                self._keep_changes(versions, hooked)
                 gathered, self._read_as_is = gathered + self._read_as_is, []
             if self.reshard_after_forward or not with_grad:
                 self._free_full_params(gathered)
@@ -231,9 +232,6 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
         if with_grad and self._num_running == 0:
             hook_results(outputs, first_node, self.begin_backward)
         return outputs
-
-    def _has_module_hooks(self) -> bool:
-        return any(module._forward_pre_hooks or module._forward_hooks for module in self._hooked_modules)
 
     def _read_slice(self) -> Tensor:
         """Return what the product of a slice reads."""

@@ -42,6 +42,11 @@ def storage_keys(value: object) -> list[int]:
 
 def written_keys(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
     """Return the keys of the storages that a call changes."""
+    return storage_keys(written_values(func, args, kwargs))
+
+
+def written_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that a call changes."""
     given = [*zip(func._schema.arguments, args, strict=False)]
     given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-    return storage_keys([value for argument, value in given if argument.alias_info and argument.alias_info.is_write])
+    return [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tracing import fake_kernels
+from lightning_osdp.profiling.tracing.aten_calls import written_values
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
 MAX_SOURCES = 32
@@ -134,7 +135,9 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key: tuple[Any, ...] = ()
         if tensors:
             first, serial = tensors[0], storages[0]
-            layout = (first.storage_offset(), tuple(first.shape), first.stride()) if _is_strided(first) else ()
+            layout = (
+                (first.storage_offset(), tuple(first.shape), first.stride()) if first.layout == torch.strided else ()
+            )
             key = (serial, self._num_changes.get(serial, 0), *layout)
         sources = self._sources.get(storages[0], NO_SOURCES) if storages else NO_SOURCES
         flow.calls.append(Call(module, tuple(self._stack), args, kwargs, len(flow.events), storages, key, sources))
@@ -164,7 +167,7 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flow, index = self.flow, len(self.flow.events)
         leaves = tree_leaves((args, kwargs))
         reads = frozenset(self._serial(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        changes = frozenset(self._changed(func, args, kwargs)) if func._schema.is_mutable else frozenset()
+        changes = frozenset(self._storages(written_values(func, args, kwargs)))
         writes = changes.union(self._storages(out))
         numbers = tuple(_describe(leaf) for leaf in leaves)
         has_numbers = any(isinstance(leaf, UnknownNumber) for leaf in leaves)
@@ -184,28 +187,17 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         merged = NO_SOURCES.union(*(self._sources.get(storage, NO_SOURCES) for storage in storages))
         return MANY_SOURCES if len(merged) > MAX_SOURCES or merged >= MANY_SOURCES else merged
 
-    def _changed(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
-        given = [*zip(func._schema.arguments, args, strict=False)]
-        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
-        return self._storages(
-            [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
-        )
-
     def _storages(self, value: Any) -> tuple[int, ...]:
         return tuple(self._serial(tensor) for tensor in tensors_of(value))
 
     def _serial(self, tensor: Tensor) -> int:
         """Return a number of the tensor's storage; a sparse tensor counts as one of its own."""
-        key = int(tensor.untyped_storage()._cdata) if _is_strided(tensor) else -id(tensor)
+        key = int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
         serial = self._serials.get(key)
         if serial is None:
             serial = self._serials[key] = len(self._serials)
             self._alive.append(tensor)
         return serial
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
 
 
 def _describe(leaf: Any) -> Any:

@@ -18,6 +18,7 @@ from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.whatif.hardware import load
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
 from lightning_osdp.report import figures
+from lightning_osdp.report.baseline_text import format_throughput
 from lightning_osdp.report.html import render_page
 from tests.unit.planning.search.test_batch_size_search import MIB, cluster, compute, model
 
@@ -181,7 +182,7 @@ def test_html_page_loads_nothing_external_and_holds_the_numbers(
     assert "url(" not in page
     for source in sources:
         ElementTree.fromstring(base64.b64decode(source.removeprefix(head)))
-    assert figures.format_rate(plan.predicted.samples_per_s) in page
+    assert f"{format_throughput(plan.predicted.samples_per_s)} samples/s" in page
     assert "What else there was" not in page
     baselines = (Baseline(name="ZeRO-3", fits=False, batch_size=1, peak_memory_bytes=9, missing_bytes=8),)
     page = render_page(plan.model_copy(update={"baselines": baselines}), points=points)
