@@ -26,14 +26,16 @@ from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
 from lightning_osdp.planning.cost.run_correction import Correction, correct_cluster, correct_compute
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, fit_calibration
 from lightning_osdp.planning.search.baselines import find_baselines
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, no_deadline
+from lightning_osdp.planning.search.batch_size_search import no_deadline
 from lightning_osdp.planning.search.finalists import choose_tried_plan, find_finalists
 from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, select_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.formatting import format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.search_record import Baseline
 
 log_info = rank_zero_only(logging.getLogger(__name__).info)

@@ -40,11 +40,12 @@ from lightning_osdp.backend.recursion import allow_depth_of
 from lightning_osdp.backend.timer import CORE_SHARING
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, PlanMismatchError, TraceError
 from lightning_osdp.planning.cost.run_correction import Correction
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import CachedPlan, append_cached_plan, request_key, variant_of_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.profiling import compute, engine_overhead
 from lightning_osdp.profiling.tracing.profile_store import architecture_key, trace_with_store
 from lightning_osdp.profiling.tracing.trace import CollectiveError, TracedStep, TrainingStep, trace, trace_by_running

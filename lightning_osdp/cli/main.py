@@ -25,11 +25,12 @@ from rich.console import Console
 from lightning_osdp import __version__
 from lightning_osdp.cli import emulate, error_block, fit, measure_links, offline_plan
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_memory_limit
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.whatif import hardware
 from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables

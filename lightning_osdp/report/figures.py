@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.cost.cpu_effects import HeapModel
 from lightning_osdp.planning.cost.memory_timeline import Timeline
-from lightning_osdp.planning.search.batch_size_search import Candidate
+from lightning_osdp.planning.search.plan_search import Candidate
 from lightning_osdp.planning.spec.choices import Mode, ShardingScope
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile

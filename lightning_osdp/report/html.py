@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from matplotlib.figure import Figure
 
-from lightning_osdp.planning.search.batch_size_search import Candidate
+from lightning_osdp.planning.search.plan_search import Candidate
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from lightning_osdp.errors import ConfigurationError, OSDPWarning
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.profiling.tracing.isolation import restored
 from lightning_osdp.strategy.batch_size_change import Epoch, update_hyperparameters
 from lightning_osdp.strategy.read_batches import is_repeatable, read_first_batches

@@ -32,8 +32,8 @@ from lightning_osdp.backend import allocator
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.errors import ConfigurationError, OSDPWarning, check_kind, format_error
 from lightning_osdp.planning.search.baselines import find_baselines
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
 from lightning_osdp.planning.search.plan_selection import select_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork

@@ -15,7 +15,7 @@ from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction, MeasuredStep, update_correction
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, CheckpointMemory, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan

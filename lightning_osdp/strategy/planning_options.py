@@ -19,7 +19,7 @@ from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend.memory import MemoryLimit
 from lightning_osdp.engine.base import engine_capabilities, find_engine
 from lightning_osdp.errors import ConfigurationError, check_kind
-from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE
 from lightning_osdp.planning.spec.choices import Mode, slice_counts, tensor_degrees
 from lightning_osdp.planning.spec.cluster import Cluster

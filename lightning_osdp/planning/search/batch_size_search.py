@@ -28,17 +28,6 @@ from lightning_osdp.planning.spec.search_record import BatchSizePoint, PeakMomen
 from lightning_osdp.planning.spec.tensor import TensorCandidate, TensorScope, index_candidates
 from lightning_osdp.planning.spec.wrapping import WrapAssignment, wrap_assignments
 
-__all__ = [
-    "BatchSizePolicy",
-    "Candidate",
-    "Problem",
-    "find_best_candidate",
-    "make_plan",
-    "min_memory_bytes",
-    "pick_batch_size",
-    "to_plan",
-]
-
 THROUGHPUT_TOLERANCE = 0.01
 """The smallest batch size whose throughput is within this fraction of the best is chosen: larger batches amortise
 communication further, but the last percent is not worth fewer optimizer steps."""

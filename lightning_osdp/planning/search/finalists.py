@@ -21,15 +21,12 @@ from lightning_osdp.planning.cost.trial_correction import (
     plan_key,
     trials_of_plan,
 )
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    WrapPolicySearch,
-    search_batch_sizes,
-)
+from lightning_osdp.planning.search.batch_size_search import WrapPolicySearch, search_batch_sizes
 from lightning_osdp.planning.search.plan_selection import repredict, select_plan, variant_of_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.search_record import TriedPlan
 from lightning_osdp.planning.spec.tensor import TensorRole
 

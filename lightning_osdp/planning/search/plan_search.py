@@ -17,7 +17,6 @@ import numpy as np
 
 from lightning_osdp.planning.cost.memory_timeline import Peak
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
-from lightning_osdp.planning.search.infeasibility import infeasible_error
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.search_space import SearchSpace
@@ -115,17 +114,6 @@ class PlanSearch:
         self.min_memory_options = min_memory_options(self.space)
         self._exchanges = bool((self.space.option_degrees > 1).any())
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}
-
-    def best_plan(self, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False) -> Candidate:
-        """Return the fastest plan whose true peak is within the limit (see ``best_plan_below``).
-
-        Raises:
-            InfeasibleError: no plan fits.
-        """
-        best = self.best_plan_below(np.inf, batch_size, accumulation, heuristic_only=heuristic_only)
-        if best is None:
-            raise infeasible_error(self.problem, self.min_memory_plan(batch_size, accumulation).peak, batch_size)
-        return best
 
     def best_plan_below(
         self, upper_bound_s: float, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False

@@ -15,18 +15,13 @@ from typing import NamedTuple
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    WrapPolicySearch,
-    no_deadline,
-    search_batch_sizes,
-    to_plan,
-)
+from lightning_osdp.planning.search.batch_size_search import WrapPolicySearch, no_deadline, search_batch_sizes, to_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.model import NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 
 BUDGET_TOLERANCE, BUDGET_TOLERANCE_BYTES = 0.1, 12 << 20
 """Difference of the model's memory budget (a fraction, or bytes if these are more) up to which two starts have the same

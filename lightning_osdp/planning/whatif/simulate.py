@@ -14,19 +14,16 @@ import numpy as np
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.shards import num_sharded_elements
 from lightning_osdp.planning.search.baselines import find_baselines
-from lightning_osdp.planning.search.batch_size_search import (
-    BatchSizePolicy,
-    Problem,
-    find_best_candidate,
-    pick_batch_size,
-)
+from lightning_osdp.planning.search.batch_size_search import find_best_candidate, pick_batch_size
 from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
+from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.whatif.hardware import Hardware, build_cluster
 from lightning_osdp.planning.whatif.roofline import compute_times

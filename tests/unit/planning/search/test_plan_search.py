@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_best_plan_of_two_blocks_matches_brute_force(
     earliest = [plan for plan in plans if plan.recomputed != ("blocks.1",)]
     best = min(plan.step_time_s for plan in plans if plan.peak.total_bytes <= limit)
     best_of_these = min((p.step_time_s for p in earliest if p.peak.total_bytes <= limit), default=best)
-    found = desk.best_plan(batch_size)
+    found = desk.best_plan_below(math.inf, batch_size)
     assert found.peak.total_bytes <= limit
     assert found.lower_bound_s <= best * (1 + 1e-9)
     assert found.step_time_s <= best_of_these * (1 + 2 * MIN_IMPROVEMENT)
@@ -79,7 +80,7 @@ def test_enumerate_plans_yields_only_plans_below_bound_fastest_first(share: floa
     model = blocks_of_two(3)
     whole = Problem(model, cluster(latency_ms=1.0), compute(model), 1 << 40)
     least = PlanSearch(whole).min_memory_plan(1).peak.total_bytes
-    most = PlanSearch(whole).best_plan(1).peak.total_bytes
+    most = PlanSearch(whole).best_plan_below(math.inf, 1).peak.total_bytes
     desk = PlanSearch(replace(whole, memory_limit_bytes=int(least + share * (most - least))))
     search, mask = desk.for_batch_size(1), desk.space.recompute_mask(0)
     flags = desk.space.recompute_flags(mask)
@@ -151,17 +152,18 @@ def test_lower_bounds_hold_for_each_number_of_recomputed_blocks(batch_size: int,
 
 def test_best_plan_recomputes_blocks_where_cheaper_than_sharding() -> None:
     # Communication takes longer than computing a block again; activations are what fills the memory.
-    fast = PlanSearch(problem(66, saved_mib=12, forward_ms=0.1)).best_plan(1)
+    fast = PlanSearch(problem(66, saved_mib=12, forward_ms=0.1)).best_plan_below(math.inf, 1)
     assert fast.recomputed
     assert set(fast.choices) == {ShardingChoice()}
-    slow = PlanSearch(problem(66, saved_mib=12, forward_ms=50.0)).best_plan(1)
+    slow = PlanSearch(problem(66, saved_mib=12, forward_ms=50.0)).best_plan_below(math.inf, 1)
     assert not slow.recomputed
     assert set(slow.choices) != {ShardingChoice()}
 
 
 def test_best_plan_recomputes_earliest_blocks() -> None:
     for limit in range(48, 96, 4):
-        found = PlanSearch(problem(limit, blocks=4, saved_mib=12, forward_ms=0.1)).best_plan(1).recomputed
+        search = PlanSearch(problem(limit, blocks=4, saved_mib=12, forward_ms=0.1))
+        found = search.best_plan_below(math.inf, 1).recomputed
         assert found == tuple(f"blocks.{index}" for index in range(len(found)))
 
 
@@ -170,20 +172,21 @@ def test_best_plan_slices_operators_whose_gathers_do_not_fit() -> None:
     needed = PlanSearch(whole).min_memory_plan(1).peak.total_bytes
     split = replace(whole, constraints=SearchConstraints("auto", False))
     assert PlanSearch(split).min_memory_plan(1).peak.total_bytes < needed
-    found = PlanSearch(replace(split, memory_limit_bytes=needed - 1)).best_plan(1)
+    found = PlanSearch(replace(split, memory_limit_bytes=needed - 1)).best_plan_below(math.inf, 1)
     assert any(len(choice.slices) > 1 for choice in found.choices)
     assert found.peak.total_bytes < needed
 
 
 def test_best_plan_obeys_checkpointing_and_slice_constraints() -> None:
-    everything = PlanSearch(problem(200, wishes=SearchConstraints("auto", True))).best_plan(1)
+    everything = PlanSearch(problem(200, wishes=SearchConstraints("auto", True))).best_plan_below(math.inf, 1)
     assert everything.recomputed == ("blocks.0", "blocks.1", "blocks.2")
-    one = PlanSearch(problem(200, wishes=SearchConstraints("auto", ("blocks.1",)))).best_plan(1)
+    one = PlanSearch(problem(200, wishes=SearchConstraints("auto", ("blocks.1",)))).best_plan_below(math.inf, 1)
     assert one.recomputed == ("blocks.1",)
     for limit in (40, 60, 80):
-        halves = PlanSearch(problem(limit, wishes=SearchConstraints(2))).best_plan(1)
+        halves = PlanSearch(problem(limit, wishes=SearchConstraints(2))).best_plan_below(math.inf, 1)
         assert all(len(choice.slices) == 2 or choice == ShardingChoice() for choice in halves.choices)
-        mixed = PlanSearch(problem(limit, wishes=SearchConstraints({"blocks.0": 1, "*": 2}))).best_plan(1)
+        mixed_wishes = SearchConstraints({"blocks.0": 1, "*": 2})
+        mixed = PlanSearch(problem(limit, wishes=mixed_wishes)).best_plan_below(math.inf, 1)
         assert len(mixed.choices[0].slices) == 1
 
 
@@ -196,7 +199,7 @@ def test_search_space_with_many_block_kinds_coarsens_recompute_counts() -> None:
     assert vectors.shape[1] == 3
     assert 200 < len(vectors) <= 700
     assert vectors.max(axis=0).tolist() == [20, 20, 20]
-    found = desk.best_plan(2)
+    found = desk.best_plan_below(math.inf, 2)
     assert found.peak.total_bytes <= 500 * MIB
 
 
@@ -316,7 +319,7 @@ def test_best_plan_with_modes_of_some_operators_is_the_best_of_those_that_have_t
     free = every_plan(PlanSearch(problem(1000)), 1)
     allowed = [p for p in free if set(p.choices[0].slices) == {Mode.ZDP} and p.choices[1] == ShardingChoice()]
     best = min(allowed, key=lambda plan: plan.step_time_s)
-    assert search.best_plan(1).step_time_s == pytest.approx(best.step_time_s)
+    assert search.best_plan_below(math.inf, 1).step_time_s == pytest.approx(best.step_time_s)
     assert [wishes.requested_mode(f"blocks.{i}.up") for i in range(2)] == [Mode.ZDP, Mode.ZDP2]
 
 

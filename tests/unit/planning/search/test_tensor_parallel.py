@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +67,7 @@ def test_best_plan_with_pairs_matches_brute_force(
     peaks = [plan.peak.max_bytes for plan in plans]
     limit = int(min(peaks) + share * (max(peaks) - min(peaks)))
     best = min(plan.step_time_s for plan in plans if plan.peak.max_bytes <= limit)
-    found = PlanSearch(replace(given_, memory_limit_bytes=limit)).best_plan(batch_size)
+    found = PlanSearch(replace(given_, memory_limit_bytes=limit)).best_plan_below(math.inf, batch_size)
     degrees = [choice.tensor_degree for choice in found.choices]
     assert degrees[::2] == degrees[1::2]
     assert found.peak.max_bytes <= limit
@@ -290,7 +291,7 @@ def test_search_with_tight_memory_counts_what_is_gathered_for_a_large_batch() ->
     least = search.min_memory_plan(64)
     assert all(choice.tensor_degree == 1 for choice in least.choices)
     limit = least.peak.max_bytes + MIB
-    found = PlanSearch(problem_of(model_of(input_mib=4.0), limit_mib=limit / MIB)).best_plan(64)
+    found = PlanSearch(problem_of(model_of(input_mib=4.0), limit_mib=limit / MIB)).best_plan_below(math.inf, 64)
     assert found.peak.max_bytes <= limit
 
 
