@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ import numpy as np
 
 from lightning_osdp.planning.cost.moments import Flags
 from lightning_osdp.planning.cost.trial_correction import Trial, apply_trial, trials_of_plan
-from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE, WrapPolicySearch
+from lightning_osdp.planning.search.batch_size_search import WrapPolicySearch, pick_batch_size
+from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import (
     Variant,
     problem_variants,
@@ -25,7 +27,6 @@ from lightning_osdp.planning.search.plan_selection import (
     variant_of_plan,
     variant_policy,
 )
-from lightning_osdp.planning.search.search_space import SearchSpace
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, legal_modes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
@@ -33,7 +34,7 @@ from lightning_osdp.planning.spec.model import Operator
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.spec.search_record import Baseline
-from lightning_osdp.planning.spec.wrapping import WrapAssignment, WrappedModel, wrap_assignments
+from lightning_osdp.planning.spec.wrapping import wrap_assignments
 
 
 class BaselineKind(NamedTuple):
@@ -56,18 +57,13 @@ KINDS = (
 class UniformPlan(NamedTuple):
     """The best plan of one kind; at the smallest batch size if it does not fit at any."""
 
-    batch_size: int
-    samples_per_s: float
-    peak_bytes: int
+    candidate: Candidate
     fits: bool
-    choices: tuple[ShardingChoice, ...]
-    units: WrapAssignment
-    recomputed: tuple[str, ...]
 
     def decides_like(self, plan: ExecutionPlan) -> bool:
         """Return whether ``plan`` treats operators and blocks as this one does."""
-        own = (self.choices, self.units, set(self.recomputed))
-        return own == (
+        own = self.candidate
+        return (own.choices, own.wrap_assignment, set(own.recomputed)) == (
             tuple(op.choice for op in plan.operators),
             tuple(op.unit for op in plan.operators),
             set(plan.recomputed),
@@ -125,17 +121,19 @@ def _describe(
     ]
     if tried:
         return _as_baseline(name, max(tried, key=lambda one: one.predicted.samples_per_s), is_tried=True)
-    best = max(uniforms, key=lambda uniform: (uniform.fits, uniform.samples_per_s, -uniform.peak_bytes))
+    best, fits = max(
+        uniforms, key=lambda each: (each.fits, each.candidate.samples_per_s, -each.candidate.peak.max_bytes)
+    )
     own_rate = plan.predicted.samples_per_s
     rate = pace * best.samples_per_s
-    is_uncertain = best.fits and is_plan_tried and rate >= own_rate
+    is_uncertain = fits and is_plan_tried and rate >= own_rate
     return Baseline(
         name=name,
-        fits=best.fits,
+        fits=fits,
         batch_size=best.batch_size,
-        samples_per_s=(own_rate if is_uncertain else rate) if best.fits else 0.0,
-        peak_memory_bytes=best.peak_bytes,
-        missing_bytes=max(0, best.peak_bytes - problem.memory_limit_bytes),
+        samples_per_s=(own_rate if is_uncertain else rate) if fits else 0.0,
+        peak_memory_bytes=best.peak.max_bytes,
+        missing_bytes=max(0, best.peak.max_bytes - problem.memory_limit_bytes),
         is_uncertain=is_uncertain,
     )
 
@@ -162,7 +160,7 @@ def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[t
     wrapped = wrap_assignments(problem.model, constraints)[-1]
     assignments = {False: ("",) * len(wrapped), True: wrapped} if any(wrapped) else {False: wrapped}
     searches = [
-        (Variant.of_problem(variant), variant_policy(variant, policy), per_block, _UniformSearch(variant, units))
+        (Variant.of_problem(variant), variant_policy(variant, policy), per_block, PlanSearch(variant, units))
         for variant in problem_variants(problem, policy)
         for per_block, units in assignments.items()
     ]
@@ -177,7 +175,7 @@ def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[t
             best: tuple[Variant, UniformPlan] | None = None
             for variant, sizes, is_wrapped, search in searches:
                 if is_wrapped == per_block:
-                    found = search.best_plan(kind.mode, np.array(mask, dtype=bool), sizes)
+                    found = _best_plan(search, kind.mode, np.array(mask, dtype=bool), sizes)
                     best = (variant, found) if best is None or _is_better(variant, found, *best) else best
             if best is not None:
                 yield kind.name + ", recomputed" * any(mask), best[1]
@@ -186,60 +184,36 @@ def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[t
 def _is_better(variant: Variant, plan: UniformPlan, best_variant: Variant, best: UniformPlan) -> bool:
     """Return whether a plan of one variant is better than that of an earlier one, by what its variant must gain."""
     if not (plan.fits and best.fits):
-        return plan.fits or (not best.fits and plan.peak_bytes < best.peak_bytes)
-    return plan.samples_per_s > best.samples_per_s * (1 + variant.required_gain(best_variant))
+        return plan.fits or (not best.fits and plan.candidate.peak.max_bytes < best.candidate.peak.max_bytes)
+    return plan.candidate.samples_per_s > best.candidate.samples_per_s * (1 + variant.required_gain(best_variant))
 
 
-class _UniformSearch:
-    """Plans with all operators in one mode, in one variant of a problem and with one way to share units."""
+def _best_plan(search: PlanSearch, mode: Mode, recomputed_blocks: Flags, policy: BatchSizePolicy) -> UniformPlan:
+    """Return the plan in one mode, at the smallest batch size whose throughput is as good as the best."""
+    limit, sizes = search.problem.memory_limit_bytes, list(policy.candidates(search.problem.cluster.ranks))
+    operators = search.wrapped_model.model.operators
+    options = search.space.options_of([_choice(operator, mode, search.problem) for operator in operators])
 
-    def __init__(self, problem: Problem, units: WrapAssignment) -> None:
-        self._problem, self._units = problem, units
-        self._model = WrappedModel.from_assignment(problem.model, units)
-        compute = self._model.merge_times(problem.compute)
-        self._space = SearchSpace(replace(problem, model=self._model.model, compute=compute))
-        self._scope = problem.constraints.allowed_scopes(problem.cluster)[0]
+    @cache
+    def plan_at(index: int) -> Candidate:
+        return search.for_batch_size(*sizes[index]).to_candidate(options, recomputed_blocks)
 
-    def best_plan(self, mode: Mode, recomputed_blocks: Flags, policy: BatchSizePolicy) -> UniformPlan:
-        """Return the plan at the smallest batch size whose throughput is as good as the best, or that does not fit."""
-        space, ranks, limit = self._space, self._problem.cluster.ranks, self._problem.memory_limit_bytes
-        choices = tuple(self._choice(operator, mode) for operator in self._model.model.operators)
-        options, flags = space.options_of(choices), space.recompute_flags(recomputed_blocks)
-        sizes = list(policy.candidates(ranks))
+    def exceeds_limit(index: int) -> bool:
+        return plan_at(index).peak.max_bytes > limit
 
-        def peak_bytes(index: int) -> int:
-            footprints = space.footprints[options]
-            return space.timeline.peak_of_footprints(footprints, *sizes[index], recomputed_blocks).max_bytes
+    # More samples take more memory, but a step of fewer micro-batches may take less.
+    if policy.global_batch_size is None:
+        count = bisect_left(range(len(sizes)), True, key=exceeds_limit)
+    else:
+        count = next(filter(exceeds_limit, range(len(sizes))), len(sizes))
+    return UniformPlan(pick_batch_size([plan_at(index) for index in range(max(1, count))]), count > 0)
 
-        def samples_per_s(batch_size: int, accumulation: int) -> float:
-            seconds = float(space.option_times(batch_size, accumulation).total[flags, options].sum())
-            seconds += space.unattributed_s(batch_size, accumulation)
-            seconds += float(space.recompute_s(batch_size, accumulation)[recomputed_blocks].sum())
-            return batch_size * accumulation * ranks / seconds
 
-        # More samples take more memory, but a step of fewer micro-batches may take less.
-        if policy.global_batch_size is None:
-            count = bisect_left(range(len(sizes)), 1, key=lambda index: int(peak_bytes(index) > limit))
-        else:
-            count = next((index for index in range(len(sizes)) if peak_bytes(index) > limit), len(sizes))
-        rates = [samples_per_s(*size) for size in sizes[: max(1, count)]]
-        chosen = next(index for index, rate in enumerate(rates) if rate >= (1 - THROUGHPUT_TOLERANCE) * max(rates))
-        own, blocks = self._model.expand_choices(choices), self._problem.model.blocks
-        return UniformPlan(
-            batch_size=sizes[chosen][0],
-            samples_per_s=rates[chosen],
-            peak_bytes=peak_bytes(chosen),
-            fits=count > 0,
-            choices=own,
-            units=tuple(u if choice.slices[0] != Mode.DP else "" for u, choice in zip(self._units, own, strict=True)),
-            recomputed=tuple(block.name for block, is_on in zip(blocks, recomputed_blocks, strict=True) if is_on),
-        )
-
-    def _choice(self, operator: Operator, mode: Mode) -> ShardingChoice:
-        """Return the choice for a mode, or for the nearest one that an operator can have."""
-        modes = [one for one in legal_modes(operator) if one in self._problem.constraints.capabilities.modes]
-        mode = mode if mode in modes else modes[-1]
-        if mode == Mode.DP:
-            return ShardingChoice()
-        scope, hierarchical = self._scope
-        return ShardingChoice((mode,), None, scope, hierarchical)
+def _choice(operator: Operator, mode: Mode, problem: Problem) -> ShardingChoice:
+    """Return the choice for a mode, or for the nearest one that an operator can have."""
+    modes = [one for one in legal_modes(operator) if one in problem.constraints.capabilities.modes]
+    mode = mode if mode in modes else modes[-1]
+    if mode == Mode.DP:
+        return ShardingChoice()
+    scope, hierarchical = problem.constraints.allowed_scopes(problem.cluster)[0]
+    return ShardingChoice((mode,), None, scope, hierarchical)

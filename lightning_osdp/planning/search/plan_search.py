@@ -110,10 +110,18 @@ class PlanSearch:
         compute = self.wrapped_model.merge_times(problem.compute)
         forced_modes = self.wrapped_model.merge_modes(map(problem.constraints.forced_mode, problem.model.operators))
         self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute), forced_modes)
-        self.bounds = LagrangianBounds(self.space)
-        self.min_memory_options = min_memory_options(self.space)
         self._exchanges = bool((self.space.option_degrees > 1).any())
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}
+
+    @cached_property
+    def lagrangian_bounds(self) -> LagrangianBounds:
+        """Lower bounds at all batch sizes."""
+        return LagrangianBounds(self.space)
+
+    @cached_property
+    def min_memory_options(self) -> list[Ints]:
+        """See the function of this name."""
+        return min_memory_options(self.space)
 
     def best_plan_below(
         self, upper_bound_s: float, batch_size: int, accumulation: int = 1, *, heuristic_only: bool = False
@@ -255,7 +263,7 @@ class BatchSizeSearch(OptionCosts):
     @cached_property
     def lower_bounds_s(self) -> Floats:
         """See ``LagrangianBounds.lower_bounds_s``."""
-        return self.plan_search.bounds.lower_bounds_s(self.times, self.batch_size, self.accumulation)
+        return self.plan_search.lagrangian_bounds.lower_bounds_s(self.times, self.batch_size, self.accumulation)
 
     def solve_with_recompute(self, counts_index: int, max_solves: int) -> _ScoredPlan | None:
         """Return the fastest plan that fits in one way to recompute blocks; None if none does."""
