@@ -175,7 +175,7 @@ def _best_uniform_plans(problem: Problem, policy: BatchSizePolicy) -> Iterator[t
             best: tuple[Variant, UniformPlan] | None = None
             for variant, sizes, is_wrapped, search in searches:
                 if is_wrapped == per_block:
-                    found = _best_plan(search, kind.mode, np.array(mask, dtype=bool), sizes)
+                    found = best_uniform_plan(search, kind.mode, np.array(mask, dtype=bool), sizes)
                     best = (variant, found) if best is None or _is_better(variant, found, *best) else best
             if best is not None:
                 yield kind.name + ", recomputed" * any(mask), best[1]
@@ -188,8 +188,12 @@ def _is_better(variant: Variant, plan: UniformPlan, best_variant: Variant, best:
     return plan.candidate.samples_per_s > best.candidate.samples_per_s * (1 + variant.required_gain(best_variant))
 
 
-def _best_plan(search: PlanSearch, mode: Mode, recomputed_blocks: Flags, policy: BatchSizePolicy) -> UniformPlan:
-    """Return the plan in one mode, at the smallest batch size whose throughput is as good as the best."""
+def best_uniform_plan(search: PlanSearch, mode: Mode, recomputed_blocks: Flags, policy: BatchSizePolicy) -> UniformPlan:
+    """Return the plan in one mode, at the smallest batch size whose throughput is as good as the best.
+
+    An operator that can't have the mode takes the nearest one: ``zdp2`` for ``zdp`` if it runs more than once in a
+    step, ``dp`` if it must be replicated.
+    """
     limit, sizes = search.problem.memory_limit_bytes, list(policy.candidates(search.problem.cluster.ranks))
     operators = search.wrapped_model.model.operators
     options = search.space.options_of([_choice(operator, mode, search.problem) for operator in operators])
@@ -210,7 +214,6 @@ def _best_plan(search: PlanSearch, mode: Mode, recomputed_blocks: Flags, policy:
 
 
 def _choice(operator: Operator, mode: Mode, problem: Problem) -> ShardingChoice:
-    """Return the choice for a mode, or for the nearest one that an operator can have."""
     modes = [one for one in legal_modes(operator) if one in problem.constraints.capabilities.modes]
     mode = mode if mode in modes else modes[-1]
     if mode == Mode.DP:

@@ -13,12 +13,12 @@ import numpy as np
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.shards import num_sharded_elements
-from lightning_osdp.planning.search.baselines import find_baselines
-from lightning_osdp.planning.search.batch_size_search import find_best_candidate, pick_batch_size
+from lightning_osdp.planning.search.baselines import best_uniform_plan, find_baselines
+from lightning_osdp.planning.search.batch_size_search import find_best_candidate
 from lightning_osdp.planning.search.plan_search import Candidate, PlanSearch
 from lightning_osdp.planning.search.plan_selection import select_plan
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope, legal_modes
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.model import ModelProfile
@@ -142,30 +142,6 @@ def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
     )
 
 
-def best_uniform_plan(problem: Problem, policy: BatchSizePolicy, mode: Mode) -> Candidate:
-    """Return the plan with every operator in ``mode``, at the batch size that ``pick_batch_size`` chooses.
-
-    An operator that can't run in ``mode`` takes the nearest mode: ``zdp2`` for ``zdp`` if it runs more than once in a
-    step, ``dp`` if it must be replicated.
-
-    Raises:
-        InfeasibleError: not even the smallest batch fits.
-        ConfigurationError: the batch sizes of ``policy`` contradict each other.
-    """
-    search = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
-    legal = (legal_modes(operator) for operator in problem.model.operators)
-    choices = tuple(ShardingChoice((mode if mode in modes else modes[-1],)) for modes in legal)
-    candidates: list[Candidate] = []
-    for batch_size, accumulation in policy.candidates(problem.cluster.ranks):
-        candidate = search.evaluate_choices(choices, batch_size, accumulation)
-        if candidate.peak.total_bytes > problem.memory_limit_bytes:
-            if not candidates:
-                raise _infeasible_error(problem, candidate, mode)
-            break
-        candidates.append(candidate)
-    return pick_batch_size(candidates)
-
-
 def sweep_memory_limits(
     problem: Problem, batch_size: int, accumulation: int = 1, points: int = 16
 ) -> tuple[Candidate, ...]:
@@ -187,20 +163,10 @@ def sweep_memory_limits(
     return tuple(candidates)
 
 
-def _infeasible_error(problem: Problem, smallest: Candidate, mode: Mode) -> InfeasibleError:
-    needed, limit = smallest.peak.total_bytes, problem.memory_limit_bytes
-    return InfeasibleError(
-        f"with every operator in {mode.value}, batch size {smallest.batch_size} needs {needed / (1 << 20):,.0f} MiB "
-        f"per device, the limit is {limit / (1 << 20):,.0f} MiB",
-        needed_bytes=needed,
-        budget_bytes=limit,
-    )
-
-
 def _simulate_baseline(problem: Problem, policy: BatchSizePolicy, mode: Mode) -> SimulatedResult | None:
-    try:
-        candidate = best_uniform_plan(problem, policy, mode)
-    except InfeasibleError:
+    search = PlanSearch(replace(problem, constraints=BASELINE_CONSTRAINTS))
+    candidate, fits = best_uniform_plan(search, mode, np.zeros(len(problem.model.blocks), dtype=bool), policy)
+    if not fits:
         return None
     return SimulatedResult(
         batch_size=candidate.batch_size,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
-from lightning_osdp.errors import ConfigurationError, InfeasibleError
+from lightning_osdp.errors import ConfigurationError
+from lightning_osdp.planning.search.baselines import UniformPlan, best_uniform_plan
 from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE, BatchSizePolicy, Candidate, Problem
+from lightning_osdp.planning.search.plan_search import PlanSearch
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, load
 from lightning_osdp.planning.whatif.simulate import (
-    best_uniform_plan,
+    BASELINE_CONSTRAINTS,
     problem_for_hardware,
     simulate,
     sweep_memory_limits,
@@ -29,6 +34,11 @@ def modes_of(candidate: Candidate) -> tuple[Mode, ...]:
 def problem(limit_mib: int = 64, description: ModelProfile | None = None) -> Problem:
     """Four operators of 4 MiB with Adam on four ranks, a collective of one of them 1 ms."""
     return Problem(description or model(), cluster(), compute(), limit_mib * MIB)
+
+
+def best_uniform(given: Problem, policy: BatchSizePolicy, mode: Mode) -> UniformPlan:
+    search = PlanSearch(replace(given, constraints=BASELINE_CONSTRAINTS))
+    return best_uniform_plan(search, mode, np.zeros(len(given.model.blocks), dtype=bool), policy)
 
 
 def test_simulate_sharded_states_shrink_with_device_count() -> None:
@@ -90,11 +100,11 @@ def test_problem_for_hardware_limit_is_usable_device_memory() -> None:
 
 def test_best_uniform_plan_gives_all_operators_the_same_mode() -> None:
     # dp: 4 all-reduces of 1 ms and 1 ms of compute; zdp: 12 collectives. Peaks as in the planner's own tests.
-    replicated = best_uniform_plan(problem(), FIXED, DP)
+    replicated = best_uniform(problem(), FIXED, DP).candidate
     assert modes_of(replicated) == (DP,) * 4
     assert replicated.step_time_s == pytest.approx(5e-3)
     assert replicated.peak.total_bytes == 64 * MIB
-    sharded = best_uniform_plan(problem(), FIXED, ZDP)
+    sharded = best_uniform(problem(), FIXED, ZDP).candidate
     assert modes_of(sharded) == (ZDP,) * 4
     assert sharded.step_time_s == pytest.approx(13e-3)
 
@@ -102,16 +112,16 @@ def test_best_uniform_plan_gives_all_operators_the_same_mode() -> None:
 def test_best_uniform_plan_takes_largest_batch_size_that_fits() -> None:
     # 8 MiB of activations a sample where forward turns into backward, where the states are 48 MiB replicated: 6 fit
     # into 96 MiB, and throughput rises with the batch size all the way.
-    found = best_uniform_plan(problem(96, model(activations_per_sample=8 * MIB)), BatchSizePolicy(), DP)
+    found = best_uniform(problem(96, model(activations_per_sample=8 * MIB)), BatchSizePolicy(), DP).candidate
     assert found.batch_size == 6
     assert found.peak.total_bytes == 96 * MIB
     assert found.samples_per_s == pytest.approx(6 * RANKS / 5e-3)
 
 
-def test_best_uniform_plan_infeasible_names_needed_bytes() -> None:
-    with pytest.raises(InfeasibleError, match="every operator in dp, batch size 1 needs 64 MiB") as caught:
-        best_uniform_plan(problem(63), FIXED, DP)
-    assert caught.value.needed_bytes == 64 * MIB
+def test_best_uniform_plan_that_does_not_fit_tells_needed_bytes() -> None:
+    found = best_uniform(problem(63), FIXED, DP)
+    assert not found.fits
+    assert found.candidate.peak.total_bytes == 64 * MIB
 
 
 def test_best_uniform_plan_falls_back_to_closest_legal_mode() -> None:
@@ -119,7 +129,7 @@ def test_best_uniform_plan_falls_back_to_closest_legal_mode() -> None:
     operators[1] = operators[1].model_copy(update={"replicated_reason": "used by the whole model"})
     operators[2] = operators[2].model_copy(update={"calls": 2})
     description = model().model_copy(update={"operators": tuple(operators)})
-    found = best_uniform_plan(problem(description=description), FIXED, ZDP)
+    found = best_uniform(problem(description=description), FIXED, ZDP).candidate
     assert modes_of(found) == (ZDP, DP, Mode.ZDP2, ZDP)
 
 
