@@ -6,6 +6,7 @@ Kernels are measured one by one. These trials tell what the whole step takes, an
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +40,9 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
 MIN_SIZE_RATIO = 2
 """Minimum ratio of the two batch sizes of the unsharded step: closer ones say little about a sample. [M-autotune-7]"""
+
+MAX_SIZE_RATIO = 8
+"""Maximum ratio of a batch size of the unsharded step to the largest traced one."""
 
 ASSUMED_RETAIN_TIME_RATIO = 0.9
 """Time of a step's compute with freed tensors retained, relative to releasing them, if it is not measured.
@@ -88,10 +92,10 @@ def try_unsharded_step(setup: TrialSetup, calibration: Calibration) -> Calibrati
     Where larger batches fit then, each gradient is freed as soon as it is made.
     """
     available_bytes = setup.available_bytes()
-    sizes = unsharded_batch_sizes(setup, calibration.compute, available_bytes)
-    larger = unsharded_batch_sizes(setup, calibration.compute, available_bytes, frees_gradients=True)
-    frees_gradients = larger[-1:] > sizes[-1:]
-    sizes = larger if frees_gradients else sizes
+    sizes, frees_gradients = unsharded_batch_sizes(setup, calibration.compute, available_bytes), False
+    if sizes[-1:] < [*setup.batch_sizes[-1:]]:
+        larger = unsharded_batch_sizes(setup, calibration.compute, available_bytes, frees_gradients=True)
+        sizes, frees_gradients = max((sizes, False), (larger, True), key=lambda each: each[0][-1:])
     if not sizes:
         return calibration
     step = partial(time_step, setup.context, sizes, setup.ranks, None, frees_gradients=frees_gradients)
@@ -103,9 +107,11 @@ def try_unsharded_step(setup: TrialSetup, calibration: Calibration) -> Calibrati
 def unsharded_batch_sizes(
     setup: TrialSetup, compute: ComputeTimes, available_bytes: int, *, frees_gradients: bool = False
 ) -> list[int]:
-    """Return the smallest traced batch size and the largest one, or the largest in between that fits memory and time.
+    """Return the smallest traced batch size and a larger one, as far as memory and time allow.
 
-    On CUDA these are sizes that fill the device. Empty if even the smallest does not fit.
+    The larger one is the largest traced, or below. Where its step is short, it is the largest that may be planned, as
+    long as the step does not get long: a line through two small batches is 10 % off at a large one [M-autotune-11]. On
+    CUDA both are sizes that fill the device. Empty if even the smallest does not fit.
     """
     smallest, replicated = setup.batch_sizes[0], replicated_plan(setup.model, setup.cluster)
     is_saturating = setup.is_cuda and len(setup.batch_sizes) > 1
@@ -116,14 +122,22 @@ def unsharded_batch_sizes(
             return MEMORY_MARGIN * passes_peak_bytes(setup.model, setup.cluster, size) <= available_bytes
         return setup.fits_memory(replicated, size, available_bytes)
 
+    def is_short(size: int) -> bool:
+        return sum(pass_times(compute, size)) <= seconds.TRIAL_S
+
     def fits(size: int) -> bool:
         return fits_memory(size) and sum(pass_times(compute, size)) <= max_step_s
 
     if not fits_memory(smallest):
         return []
     if not is_saturating:
-        larger = range(setup.batch_sizes[-1], MIN_SIZE_RATIO * smallest - 1, -1)
-        return [smallest, *islice(filter(fits, larger), 1)]
+        traced = range(setup.batch_sizes[-1], MIN_SIZE_RATIO * smallest - 1, -1)
+        larger = [*islice(filter(fits, traced), 1)]
+        if larger == [*setup.batch_sizes[-1:]]:
+            beyond = [size for size in setup.searched_sizes if 1 < size / larger[0] <= MAX_SIZE_RATIO]
+            num_short = bisect(beyond, False, key=lambda size: not (is_short(size) and fits_memory(size)))
+            larger = beyond[:num_short][-1:] or larger
+        return [smallest, *larger]
     # A line through two large sizes holds beyond them. Steps of few samples take as long as to launch their kernels.
     largest = smallest
     while fits(2 * largest):
@@ -141,22 +155,56 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
         return calibration
     replicated = replicated_plan(setup.model, setup.cluster)
     available_bytes = setup.available_bytes()
-    sizes = [size for size in sorted(calibration.unsharded) if _can_retain(setup, replicated, size, available_bytes)]
+    tried = [size for size in setup.batch_sizes if size < max(calibration.unsharded)]
+    sizes = [
+        size
+        for size in sorted({*tried, *calibration.unsharded})
+        if _can_retain(setup, replicated, size, available_bytes)
+    ]
     if not sizes:
         return calibration
-    ratio = ASSUMED_RETAIN_TIME_RATIO
+    ratios = dict.fromkeys(calibration.unsharded, ASSUMED_RETAIN_TIME_RATIO)
     for size in reversed(sizes):
-        known = calibration.unsharded[size]
+        known = _timing_at(calibration.unsharded, size)
         takes_s = release_and_retain_duration_s(known)
         is_short = takes_s <= seconds.MAX_HEAP_TRIAL_S or size == sizes[0]
         if is_short and setup.budget.allows(takes_s, seconds.HEAP_TRIAL_RESERVE_S):
             heap_bytes = setup.heap_bytes(replicated, size)
             step = partial(time_release_and_retain, setup.context, size, setup.ranks, heap_bytes, known)
             released, retained = setup.ranks.raise_on_all_ranks(step)
-            ratio = min(1.0, max(1 / MAX_CORRECTION, retained.step_s / released.step_s))
+            ratios = {
+                other: retain_ratio(timing, released, retained) for other, timing in calibration.unsharded.items()
+            }
             break
-    scaled = calibration.compute.map_lines(lambda line: line.scale(ratio))
-    return replace(calibration, compute_with_retained_heap=scaled)
+    passes = {size: pass_times(calibration.compute, size) for size in ratios}
+    retained_passes = {size: PassTimes(*(ratios[size] * one for one in both)) for size, both in passes.items()}
+    return replace(calibration, compute_with_retained_heap=scale_to_trial(calibration.compute, retained_passes))
+
+
+def retain_ratio(step: StepTiming, released: StepTiming, retained: StepTiming) -> float:
+    """Return the time of ``step`` with freed tensors retained, relative to releasing them.
+
+    What retaining saves is the time of new pages, which are fewer for each sample of a larger batch [M-autotune-10].
+
+    Args:
+        step: an unsharded step that releases them, of any batch size.
+        released: such a step of the batch size of the trial.
+        retained: the same with freed tensors retained.
+    """
+    saved_s, saved_faults = released.step_s - retained.step_s, released.page_faults - retained.page_faults
+    saved_fraction = saved_s / released.step_s
+    if saved_faults > 0 and step.page_faults > 0:
+        saved_fraction = saved_s / saved_faults * step.page_faults / step.step_s
+    return min(1.0, max(1 / MAX_CORRECTION, 1 - saved_fraction))
+
+
+def _timing_at(timings: Mapping[int, StepTiming], size: int) -> StepTiming:
+    """Return the timing of one of these batch sizes, or of one between them."""
+    if size in timings:
+        return timings[size]
+    (low, first), (high, second) = sorted(timings.items())
+    weight = (size - low) / (high - low)
+    return StepTiming(*((1 - weight) * a + weight * b for a, b in zip(first, second, strict=True)))
 
 
 def _can_retain(setup: TrialSetup, replicated: ExecutionPlan, size: int, available_bytes: int) -> bool:

@@ -70,7 +70,7 @@ def search_and_trial(
         finalists = [plan, chosen]
     if chosen is not None:
         if len(chosen.tried) < len(tried):  # trials have left something behind, and the others do not fit beside it
-            found, _, _ = search_or_take(coordinator, profile, memory_budget, chosen)
+            found, _, _ = search_or_take(coordinator, profile, memory_budget, chosen, TRIAL_RELATIVE_ERROR)
             chosen = chosen if trials_of_plan(found, profile.trials) else found
         return chosen, profile, memory_budget
     # With neither more time nor more memory than the first one, another search finds nothing better.
@@ -92,11 +92,23 @@ def _take_untried(finalists: Sequence[ExecutionPlan]) -> ExecutionPlan:
 
 
 def search_or_take(
-    coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan
+    coordinator: PlanningCoordinator,
+    profile: Profile,
+    memory_budget: MemoryBudget,
+    plan: ExecutionPlan,
+    required_gain: float = UNTRIED_PLAN_MARGIN,
 ) -> tuple[ExecutionPlan, Profile, MemoryBudget]:
-    """Return a plan that fits what memory there is; ``plan`` if none does."""
+    """Return a plan that fits what memory there is; ``plan`` if none does.
+
+    Args:
+        coordinator: searches.
+        profile: the measurements.
+        memory_budget: the memory that there is.
+        plan: the plan to take otherwise.
+        required_gain: gain that an untried plan must promise over a tried one; less where one like it was tried.
+    """
     try:
-        found = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
+        found = coordinator.search(profile, memory_budget, required_gain, 1.0)
     except InfeasibleError:
         found = apply_trial(plan, profile.trials)
     return found, profile, memory_budget
@@ -124,12 +136,14 @@ def _try_plans(
 
 def make_trial_setup(coordinator: PlanningCoordinator, profile: Profile, trial_context: TrialContext) -> TrialSetup:
     """Return what the trials of this start share."""
+    cluster = resolve_cluster(coordinator.ranks, coordinator.request.cluster, profile)
     return TrialSetup(
         trial_context,
         coordinator.model,
         coordinator.batch_sizes,
+        [size for size, _ in coordinator.request.policy.candidates(cluster.ranks)],
         coordinator.ranks,
-        resolve_cluster(coordinator.ranks, coordinator.request.cluster, profile),
+        cluster,
         coordinator.free_bytes,
         coordinator.budget,
     )

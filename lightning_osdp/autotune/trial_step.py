@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +23,9 @@ from typing_extensions import override
 
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import SLOW_STEP_S, SLOW_TRIAL_S, TRIAL_S
+from lightning_osdp.backend import memory
 from lightning_osdp.backend.agree import is_lost_connection
 from lightning_osdp.backend.allocator import retain_freed_memory
-from lightning_osdp.backend.memory import growth_reserve, trim
 from lightning_osdp.backend.timer import elapsed_s, record_event, synchronize
 from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.engine.base import Engine, create_engine
@@ -69,6 +70,8 @@ class StepTiming(NamedTuple):
     """Time within the step in which it waited for collectives."""
     forward_s: float = 0.0
     """Time of the forward pass."""
+    page_faults: float = 0.0
+    """Pages that the system had to provide (CPU)."""
 
     @property
     def is_slow(self) -> bool:
@@ -110,7 +113,7 @@ class TrialContext:
         The copy and what first steps leave in the process are subtracted from ``free_bytes``. Negative if the step
         can't be repeated. Collective: every rank must call it.
         """
-        own = free_bytes - lazy_clone_bytes(self.module, self.device) - growth_reserve(self.device, "measured")
+        own = free_bytes - lazy_clone_bytes(self.module, self.device) - memory.growth_reserve(self.device, "measured")
         return ranks.all_reduce_min(own if self.is_repeatable else -1)
 
     @property
@@ -257,7 +260,7 @@ def _copied_steps(
         for parameter in module_copy.parameters():  # others may still refer to them
             parameter.data = parameter.data.new_empty(0)
         del module_copy, engine
-        trim(device, GC_GENERATION)
+        memory.trim(device, GC_GENERATION)
 
 
 def _free_gradient(parameter: torch.Tensor) -> None:
@@ -355,17 +358,19 @@ def _time_each_once(steps: Sequence[StepFunction], ranks: RankGroup, device: tor
 
 
 def _time_once(step: StepFunction, device: torch.device) -> StepTiming:
+    page_faults = memory.page_faults(device)
     start, waited_s = record_event(device), COMM_WAIT.seconds
     with _raise_trial_error(_ENGINE_ERRORS):
         middle = step()
         synchronize(device)
     end = record_event(device)
-    return StepTiming(elapsed_s(start, end), COMM_WAIT.seconds - waited_s, elapsed_s(start, middle))
+    comm_s, page_faults = COMM_WAIT.seconds - waited_s, memory.page_faults(device) - page_faults
+    return StepTiming(elapsed_s(start, end), comm_s, elapsed_s(start, middle), page_faults)
 
 
 def _max_over_ranks(timings: Sequence[StepTiming], ranks: RankGroup) -> list[StepTiming]:
     numbers = iter(ranks.all_reduce_max([number for timing in timings for number in timing]))
-    return [StepTiming(*three) for three in zip(numbers, numbers, numbers, strict=True)]
+    return [StepTiming(*islice(numbers, len(timing))) for timing in timings]
 
 
 def _average(average: Callable[[Sequence[float]], float], timings: Sequence[StepTiming]) -> StepTiming:

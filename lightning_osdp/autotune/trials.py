@@ -53,6 +53,7 @@ class TrialSetup:
         context: the user's step.
         model: the traced step.
         batch_sizes: the traced batch sizes, rising.
+        searched_sizes: the batch sizes that may be planned, rising.
         ranks: the ranks that run the trials together.
         cluster: the cluster with its measured links and engine.
         free_bytes: returns what this rank may take now.
@@ -62,6 +63,7 @@ class TrialSetup:
     context: TrialContext
     model: ModelProfile
     batch_sizes: Sequence[int]
+    searched_sizes: Sequence[int]
     ranks: RankGroup
     cluster: Cluster
     free_bytes: Callable[[], int]

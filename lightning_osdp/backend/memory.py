@@ -144,6 +144,11 @@ def memory_in_use(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory.resident_bytes()
 
 
+def page_faults(device: torch.device) -> int:
+    """Return how often this process has touched a page that the system had to provide first; 0 on CUDA."""
+    return process_memory.page_faults() if device.type == "cpu" else 0
+
+
 def reset_peak(device: torch.device) -> None:
     """Restart the counter of ``peak_memory``, if possible (see ``can_reset_peak``)."""
     if device.type == "cuda":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,12 +74,14 @@ def make_trial_setup(
     cluster: Cluster | None = None,
     free_bytes: Callable[[], int] = lambda: ROOM,
     remaining_s: Callable[[], float] = lambda: math.inf,
+    searched_sizes: Sequence[int] = (4,),
 ) -> TrialSetup:
     ranks = all_ranks()
     return TrialSetup(
         make_trial_context(module),
         traced.model_profile,
         traced.batch_sizes,
+        searched_sizes,
         ranks,
         cluster or some_cluster(ranks.world_size),
         free_bytes,

@@ -35,6 +35,15 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << (0 if sys.platform == "darwin" else 10)
 
 
+def page_faults() -> int:
+    """Return how often this process has touched a page that the system had to provide first; 0 if unknown."""
+    if sys.platform == "win32":
+        return 0
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def reset_peak() -> None:
     """Restart the counter of the peak. Where the kernel can't reset it, the peak since the process's start remains."""
     clear_refs = PROC / "clear_refs"

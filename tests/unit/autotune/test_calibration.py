@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -187,6 +188,23 @@ def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypa
 
 @pytest.mark.parametrize(
     ("most", "longest", "sizes"),
+    [(8, 99, [2, 8]), (9, 99, [2, 8]), (20, 99, [2, 16]), (999, 20, [2, 16]), (999, 99, [2, 64])],
+)
+def test_unsharded_batch_sizes_go_beyond_traced_ones_within_memory_time_and_search(
+    most: int, longest: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, hardware = Module(), some_cluster(2)
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
+    monkeypatch.setattr(startup_budget, "TRIAL_S", compute_s(parts, longest))
+    replicated = replicated_plan(traced.model_profile, hardware)
+    room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
+    setup = make_trial_setup(module, traced, hardware, searched_sizes=(1, 4, 16, 64, 256))
+    assert calibration.unsharded_batch_sizes(setup, parts, room) == sizes
+
+
+@pytest.mark.parametrize(
+    ("most", "longest", "sizes"),
     [(1, 99, []), (2, 99, [2]), (3, 99, [2]), (4, 99, [2, 4]), (40, 99, [16, 32]), (40, 9, [4, 8])],
 )
 def test_unsharded_batch_sizes_on_cuda_saturate_device(
@@ -251,6 +269,28 @@ def test_heap_trial_takes_larger_batch_unless_it_takes_too_long(
     )
     assert found.compute_with_retained_heap is not None
     assert compute_s(found.compute_with_retained_heap, 8) == pytest.approx(ratios[size] * compute_s(parts, 8))
+
+
+@pytest.mark.parametrize(
+    ("step_s", "page_faults", "ratio"), [(1.0, 1000, 0.6), (4.0, 2000, 0.8), (1.0, 0, 0.6), (1.0, 9000, 1 / 3)]
+)
+def test_retaining_saves_the_time_of_the_pages_that_a_step_of_any_size_takes(
+    step_s: float, page_faults: int, ratio: float
+) -> None:
+    released, retained = StepTiming(1.0, page_faults=1000), StepTiming(0.61, page_faults=25)
+    found = calibration.retain_ratio(StepTiming(step_s, page_faults=page_faults), released, retained)
+    assert found == pytest.approx(ratio if page_faults else 0.61)
+
+
+def test_page_faults_of_a_step_are_those_of_its_new_tensors() -> None:
+    configure_cpu_allocator()
+
+    def step() -> float:
+        torch.ones(1 << 22).sum()
+        return time.perf_counter()
+
+    found = trial_step._time_once(step, CPU)
+    assert 4096 <= found.page_faults < 2 * 4096
 
 
 def test_calibration_trials_free_copy_whose_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:

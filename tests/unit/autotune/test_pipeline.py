@@ -23,7 +23,7 @@ from lightning_osdp.autotune.startup_budget import APPLY_RESERVE_S, FIRST_SEARCH
 from lightning_osdp.autotune.trial_step import TrialContext
 from lightning_osdp.backend import memory
 from lightning_osdp.errors import OSDPWarning, TraceError
-from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, trials_of_plan
+from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, plan_key, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, make_plan
 from lightning_osdp.planning.spec.model import NO_NON_TRAINING_WORK, ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -273,7 +273,7 @@ def test_search_and_trial_searches_again_when_found_plan_fits_no_more(
     coordinator = Timed(monkeypatch, plans, 15.0 + APPLY_RESERVE_S, 2.0, fits=lambda plan: plan.batch_size > 1)
     plan, _, memory_budget = coordinator.search_and_trial()
     assert coordinator.tried == [[1, 9]]
-    assert coordinator.gains[1:] == [UNTRIED_PLAN_MARGIN]
+    assert coordinator.gains[1:] == [TRIAL_RELATIVE_ERROR]  # one like it was tried
     assert plan.batch_size == next_size
     assert [one.batch_size for one in plan.tried] == ([9] if next_size == 9 else [])
     assert memory_budget.non_model == 50
