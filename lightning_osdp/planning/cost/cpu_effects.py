@@ -151,8 +151,8 @@ def freed_bytes(shards: Sequence[ParamShard], cluster: Cluster) -> int:
     return 0 if cluster.has_streams else sum(shard.bytes_before_gradient for shard in shards)
 
 
-def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: Cluster, ranks: int) -> float:
-    """Return the largest memory of reducing gradients by one collective, on top of their gathered parameters.
+def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: Cluster, ranks: int) -> list[float]:
+    """Return the memory of reducing gradients by one collective as each group's come, on top of their parameters.
 
     All gradients are held until the last exists; then also their reduced parts and what other ranks have sent on gloo.
 
@@ -161,16 +161,21 @@ def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: C
         cluster: The ranks.
         ranks: Ranks that they are sharded over.
     """
-    largest = held = 0.0
+    sizes, held, cast_gradients = [], 0.0, 0
     for group in groups:
-        gradients = sum(shard.gradient_bytes for shard in group)
-        largest = max(largest, held + gradients)
-        held += gradients - freed_bytes(group, cluster)
+        gradients, freed = sum(shard.gradient_bytes for shard in group), freed_bytes(group, cluster)
+        # A product's cast is freed before its gradient is cast to the parameter's type.
+        is_cast = all(shard.has_casts and shard.looked_up != "alone" for shard in group)
+        sizes.append(held + gradients - (freed if is_cast else 0))
+        cast_gradients = sum(shard.gathered_bytes for shard in group) if is_cast and not cluster.has_streams else 0
+        held += gradients - freed
     total = sum(shard.gradient_bytes for group in groups for shard in group)
     if cluster.has_streams:
         held = float(sum(kept_bytes(shard) for group in groups for shard in group))
     received = max(0, ranks - 2) if cluster.uses_ring_collectives else 0
-    return max(largest, held + total * (1 + received) / ranks)
+    # What the last gradients were cast from counts among the activations, and is freed before the reduction.
+    sizes[-1] = max(sizes[-1], held + total * (1 + received) / ranks - cast_gradients)
+    return sizes
 
 
 def prefetch_held(

@@ -47,6 +47,10 @@ class Footprint(NamedTuple, Generic[T]):
     """Unsharded parameters that it gathers again to run backward (zdp)."""
     transient: T
     """Unsharded gradients and buffers of their reduction, while it runs backward."""
+    transient_in_first_quarter: T
+    """The same until a quarter of the operators that share its unit have gradients; of other operators all of it."""
+    transient_in_second: T
+    transient_in_third: T
     forward_per_sample: T
     """Bytes per sample that splitting, or tensor parallelism, adds to the traced operator's forward."""
     backward_per_sample: T
@@ -183,14 +187,15 @@ def _gradient_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, float
     bucketed = [shard.all_gradient_bytes for shard in small]
     recast = [s for s in shards.replicated if s.reduced_bytes != s.gradient_bytes and s.tensor_degree == 1]
     recast = recast if cluster.ranks > 1 else []
-    transients = [_transient_bytes(unit, own_parts, cluster, layout.ranks) for unit in shards.units]
-    transient = max(transients, default=0.0) + prefetch.previous_gradient
+    *early, transient = _transients(layout, own_parts, prefetch.previous_gradient)
     copied = _slice_copy_bytes(layout)
     replicated = sum(s.all_gradient_bytes for s in shards.replicated) + _kept_beside(shards.replicated, 1, cluster)
     sharded = own_parts + _kept_beside(shards.sharded, layout.ranks, cluster)
     if layout.in_backward and copied:
         transient = max(transient, own_parts + copied)
+        early = [transient] * len(early)
     return {
+        **dict(zip(("transient_in_first_quarter", "transient_in_second", "transient_in_third"), early, strict=True)),
         "replicated_gradients": replicated,
         "sharded_gradients": 0.0 if layout.in_backward else sharded,
         "transient": transient,
@@ -218,26 +223,38 @@ def _slice_copy_bytes(layout: _Layout) -> float:
     return max(shard.gradient_bytes / (1 if shard.mode == Mode.DP else layout.ranks) for shard in slices)
 
 
-def _transient_bytes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks: int) -> float:
-    """Return the largest memory of reducing a unit's gradients, on top of its gathered parameters.
+def _transients(layout: _Layout, own_parts: float, previous_gradient: float) -> list[float]:
+    """Return the largest memory of reducing gradients until each quarter of the unit's operators have theirs."""
+    args = (own_parts, layout.cluster, layout.ranks)
+    sizes = [pair for unit in layout.shards.units for pair in _reduction_sizes(unit, *args)]
+    most = [max((size for later, size in sizes if later >= quarter), default=0.0) for quarter in (3, 2, 1, 0)]
+    if not any(later for later, _ in sizes):  # it shares its unit with none
+        return [most[-1] + previous_gradient] * len(most)
+    is_first_alone = sum(later == 3 for later, _ in sizes) == 1
+    return [size + previous_gradient * (number > 0 or not is_first_alone) for number, size in enumerate(most)]
+
+
+def _reduction_sizes(unit: ShardUnit, own_parts: float, cluster: Cluster, ranks: int) -> list[tuple[int, float]]:
+    """Return the memory of reducing a unit's gradients as they come, on top of its gathered parameters.
 
     Gradients appear one after the other, and each parameter is freed then; a slice is freed before its gradient exists.
     """
     if unit.shards[0].is_slice:
-        return _reduction_bytes(unit.shards, own_parts, cluster, ranks, freed_before_gradient=True)
+        return [(0, _reduction_bytes(unit.shards, own_parts, cluster, ranks, freed_before_gradient=True))]
     orders = sorted({shard.gradient_order for shard in unit.shards})
     groups = [[shard for shard in unit.shards if shard.gradient_order == order] for order in orders]
+    later = [min(shard.later_quarters for shard in group) for group in groups]
     if unit.coalesces_gradients(cluster):
-        return coalesced_reduction_bytes(groups, cluster, ranks)
+        return list(zip(later, coalesced_reduction_bytes(groups, cluster, ranks), strict=True))
     if len(groups) == 1:
-        return _reduction_bytes(unit.shards, own_parts, cluster, ranks)
-    largest = freed = 0.0
+        return [(later[0], _reduction_bytes(unit.shards, own_parts, cluster, ranks))]
+    sizes, freed = [], 0.0
     for group in groups:
         reduced = sum(shard.gradient_bytes for shard in group) / ranks
-        largest = max(largest, _reduction_bytes(group, reduced, cluster, ranks) - freed)
+        sizes.append(_reduction_bytes(group, reduced, cluster, ranks) - freed)
         in_flight = sum(map(kept_bytes, group)) if cluster.has_streams else 0
         freed += freed_bytes(group, cluster) - in_flight - reduced
-    return largest
+    return list(zip(later, sizes, strict=True))
 
 
 def _reduction_bytes(

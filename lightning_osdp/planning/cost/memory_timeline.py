@@ -270,7 +270,10 @@ class Timeline:
         is_whole = own.backward_per_sample == 0
         graded = Intervals(np.where(is_whole, runs.with_gradients.start, runs.backward.start), runs.backward.stop)
         yield Held("gathered", graded, -own.casts_before_gradients * runs.has_backward)
-        yield Held("transient", graded, own.transient * runs.has_backward)
+        begins = (graded.start, *np.maximum(graded.start, runs.quarters), graded.stop)
+        transients = (own.transient_in_first_quarter, own.transient_in_second, own.transient_in_third, own.transient)
+        for begin, stop, transient in zip(begins, begins[1:], transients, strict=False):
+            yield Held("transient", Intervals(begin, np.maximum(begin, stop)), transient * runs.has_backward)
         yield Held("transient", runs.backward, own.backward_per_sample * batch_size * runs.has_backward)
         if accumulation > 1:  # the new gradient exists beside the accumulated one until it is added
             yield Held("gradients", Intervals(start, end), own.replicated_gradients + own.sharded_gradients)

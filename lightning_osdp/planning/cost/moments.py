@@ -104,6 +104,8 @@ class OperatorRuns:
         backward: Backward; the last moment if it has none, so that what it holds stays until the end.
         unsharded_backward: The same, from where the backward of its module begins.
         with_gradients: The same, from where there are gradients in the parameters' own type.
+        quarters: When the second, third and last quarter of the operators that share its unit begin to have gradients,
+            (3, operators); the start of ``with_gradients`` for other operators.
         has_backward: Whether it has a backward.
         block: Index of its block; ``NOT_RECOMPUTED`` if it has none.
     """
@@ -113,6 +115,7 @@ class OperatorRuns:
     backward: Intervals
     unsharded_backward: Intervals
     with_gradients: Intervals
+    quarters: Ints
     has_backward: Flags
     block: Ints
 
@@ -126,16 +129,21 @@ class OperatorRuns:
         """Return the runs of each operator of ``model``."""
         traced: dict[tuple[int, str], list[int]] = {}
         enclosed: dict[tuple[int, str], list[int]] = {}
-        graded: dict[int, int] = {}
+        graded: dict[tuple[int, int], int] = {}
         for index, moment in enumerate(model.moments):
             traced.setdefault((moment.operator, moment.phase), []).append(index)
             if moment.phase == "backward" and not moment.before_gradients:
-                graded.setdefault(moment.operator, index)
+                for later in range(moment.later_quarters, 4):
+                    graded.setdefault((moment.operator, later), index)
             for operator in {moment.operator, *moment.within}:
                 enclosed.setdefault((operator, moment.phase), []).append(index)
         count, last = len(model.operators), len(model.moments) - 1
         forward_moments = [enclosed.get((operator, "forward"), [0, last]) for operator in range(count)]
         backward_moments = [traced.get((operator, "backward"), [last, last]) for operator in range(count)]
+        quarters = [
+            [(first := graded.get((i, later), m[0]), first) for i, m in enumerate(backward_moments)]
+            for later in (2, 1, 0)
+        ]
         begins = [enclosed.get((operator, "backward"), [last])[0] for operator in range(count)]
         forward = moments.to_intervals([(indices[0], indices[-1]) for indices in forward_moments])
         block_of = np.full(count, NOT_RECOMPUTED, dtype=np.int64)
@@ -151,7 +159,8 @@ class OperatorRuns:
             Intervals(np.where(is_recomputable, start, 0), np.where(is_recomputable, stop, 0)),
             moments.to_intervals([(indices[0], indices[-1]) for indices in backward_moments]),
             moments.to_intervals([(min(b, m[0]), m[-1]) for b, m in zip(begins, backward_moments, strict=True)]),
-            moments.to_intervals([(graded.get(i, m[0]), m[-1]) for i, m in enumerate(backward_moments)]),
+            moments.to_intervals([(graded.get((i, 3), m[0]), m[-1]) for i, m in enumerate(backward_moments)]),
+            np.array([moments.to_intervals(ranges).start for ranges in quarters], dtype=np.int64),
             np.array([(operator, "backward") in traced for operator in range(count)], dtype=bool),
             block_of,
         )
@@ -162,8 +171,8 @@ class OperatorRuns:
         forward, recompute, backward, unsharded_backward, with_gradients = (
             each.select(operators) for each in intervals
         )
-        flags, block = self.has_backward[operators], self.block[operators]
-        return OperatorRuns(forward, recompute, backward, unsharded_backward, with_gradients, flags, block)
+        rest = self.quarters[:, operators], self.has_backward[operators], self.block[operators]
+        return OperatorRuns(forward, recompute, backward, unsharded_backward, with_gradients, *rest)
 
 
 class Held(NamedTuple):

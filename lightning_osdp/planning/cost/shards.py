@@ -35,6 +35,8 @@ class ParamShard(NamedTuple):
     """``ParameterInfo.looked_up``."""
     read_in_backward: bool = True
     """``ParameterInfo.read_in_backward``."""
+    later_quarters: int = 0
+    """``ParameterInfo.later_quarters``."""
     tensor_degree: int = 1
     """Ranks over which the parameter is cut, of which each holds one such shard (mode ``tp``)."""
 
@@ -175,6 +177,7 @@ def _make_shard(parameter: ParameterInfo, mode: Mode, part_of: Callable[[int], i
         has_casts=bool(parameter.cast_element_bytes),
         looked_up=parameter.looked_up,
         read_in_backward=parameter.read_in_backward,
+        later_quarters=parameter.later_quarters,
         **fields,
     )
 

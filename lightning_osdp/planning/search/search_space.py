@@ -221,7 +221,8 @@ class SearchSpace:
         accumulated = gradients if accumulation > 1 else 0.0
         inputs = column["gathered_per_sample"] * batch_size
         before = column["states"] + column["unsharded_between_passes"] + accumulated
-        running = before + inputs + replicated + self._backward_bytes(batch_size) - column["casts_before_gradients"]
+        backward = self._backward_bytes(batch_size) - column["transient"] + column["transient_in_first_quarter"]
+        running = before + inputs + replicated + backward - column["casts_before_gradients"]
         after = column["states"] + gradients
         released = before - column["replicated_casts"]
         return np.array([[before + inputs, released], [running, running], [after, after]], dtype=np.float64)

@@ -81,6 +81,8 @@ class ParameterInfo(FrozenModel):
     """Whether the operator's backward reads it, or its cast."""
     looked_up: LookedUp = ""
     """Whether rows are looked up in it under autocast, for which a replicated one needs no cast."""
+    later_quarters: Size = 0
+    """Quarters of the operators that share its unit whose gradients come later than this one (``wrapping``)."""
 
     @property
     def num_elements(self) -> int:
@@ -183,7 +185,8 @@ class Operator(FrozenModel):
         These have the same class, and the same parameters except for their names.
         """
         shapes = tuple(
-            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, *_reading(p)) for p in self.parameters
+            (p.shape, p.trainable, p.optimizer_bytes, p.gradient_order, p.later_quarters, *_reading(p))
+            for p in self.parameters
         )
         sharding = (self.calls, bool(self.replicated_reason), self.tied, self.split_dims, self.num_wrapped)
         return (self.kind, shapes, sharding, self.flops_per_sample)
@@ -208,6 +211,8 @@ class Moment(FrozenModel):
     before_gradients: bool = False
     """Whether it is the part of an operator's backward before its large parameters have gradients of their own type:
     products under autocast make them in its type."""
+    later_quarters: Size = 0
+    """``ParameterInfo.later_quarters`` of the operator that shares a unit, in its backward."""
 
 
 class RepeatedBlock(FrozenModel):

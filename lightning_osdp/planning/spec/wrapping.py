@@ -85,11 +85,13 @@ class WrappedModel:
             _merge_operators(assignment[olds[0]], kinds, [model.operators[old] for old in olds])
             for olds in members.values()
         )
+        later = {old: _later_quarters(rank, len(olds)) for olds in members.values() for rank, old in enumerate(olds)}
         moments, evaluation = (
             tuple(
                 m.model_copy(
                     update={
                         "operator": new_index.get(m.operator, UNATTRIBUTED),
+                        "later_quarters": later.get(m.operator, 0),
                         "within": tuple(new_index[operator] for operator in m.within),
                     }
                 )
@@ -126,10 +128,19 @@ class WrappedModel:
         return tuple(choices[index] for index in self.wrapped_index)
 
 
+def _later_quarters(rank: int, count: int) -> int:
+    """Return how many quarters of ``count`` operators run backward after the one that is number ``rank`` forward."""
+    return 4 * rank // count
+
+
 def _merge_operators(unit: str, kinds: dict[str, str], members: list[Operator]) -> Operator:
     if not unit:
         return members[0]
-    parameters = [p for member in members for p in member.parameters]
+    parameters = [
+        p.model_copy(update={"later_quarters": _later_quarters(rank, len(members))})
+        for rank, member in enumerate(members)
+        for p in member.parameters
+    ]
     # Gradients appear one after the other, the last parameter's first.
     orders = reversed(range(len(parameters)))
     return Operator(

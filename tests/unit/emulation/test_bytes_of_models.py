@@ -24,6 +24,7 @@ from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
+from lightning_osdp.planning.spec.wrapping import WrappedModel
 from tests.support import zoo
 from tests.support.models import some_cluster
 from tests.support.plans import plan_with
@@ -162,11 +163,11 @@ def allocated_peak(function: Callable[[], None]) -> int:
 
 
 def predicted_and_allocated(
-    module: ZooModule, mode: str, recomputed: bool = False, prefetch_max_bytes: int = 0
+    module: ZooModule, mode: str, recomputed: bool = False, prefetch_max_bytes: int = 0, joined: bool = False
 ) -> tuple[float, int]:
     """Largest bytes of a step beyond parameters and states; of its tensors alone, without workspaces of kernels."""
     profile = profile_of(module)
-    plan = plan_of(profile, mode, joined=False)
+    plan = plan_of(profile, mode, joined)
     names = tuple(block.name for block in profile.blocks) if recomputed else ()
     changes = {
         "reduce_scatter_copy_factor": 0.0,  # of what an emulated group makes no copies
@@ -182,8 +183,9 @@ def predicted_and_allocated(
         allocated = allocated_peak(lambda: run(module, engine))
     finally:
         engine.close()
-    choices = [ShardingChoice(operator.slices) for operator in plan.operators]
-    curves = Timeline(profile, cluster, 0).curves(choices, BATCH, recomputed=names)
+    wrapped = WrappedModel.from_assignment(profile, [operator.unit for operator in plan.operators])
+    choices = wrapped.merge_choices([ShardingChoice(operator.slices) for operator in plan.operators])
+    curves = Timeline(wrapped.model, cluster, 0).curves(choices, BATCH, recomputed=names)
     return sum(curve for name, curve in curves.items() if name != "states").max(), allocated
 
 
@@ -226,4 +228,11 @@ def test_step_of_recomputed_blocks_allocates_what_is_predicted(family: Callable[
 def test_block_is_prefetched_while_the_module_that_has_a_tied_table_computes_its_loss() -> None:
     module = zoo.gpt2(width=256, layers=2, vocabulary=4096, length=64)
     predicted, allocated = predicted_and_allocated(module, "zdp", prefetch_max_bytes=1 << 20)
+    assert allocated == pytest.approx(predicted, rel=0.02)
+
+
+@pytest.mark.parametrize("mode", ["zdp", "zdp2"])
+def test_gradients_of_a_block_that_is_one_unit_come_one_after_the_other(mode: str) -> None:
+    module = zoo.stack(widths=(512, 512), vocabulary=256, length=64)
+    predicted, allocated = predicted_and_allocated(module, mode, joined=True)
     assert allocated == pytest.approx(predicted, rel=0.02)
