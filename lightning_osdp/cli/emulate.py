@@ -108,6 +108,8 @@ def run(options: Namespace, write_page: WritePage) -> None:
         InfeasibleError: nothing fits.
     """
     request = _read_request(options)
+    if options.html is not None and not options.plan_only and "osdp" not in request.strategies:
+        raise ConfigurationError("--html shows OSDP's plan: give --compare, or leave --strategy out")
     if not options.json:
         print(describe_cluster(request.cluster), flush=True)
     if options.plan_only:
@@ -124,6 +126,9 @@ def run(options: Namespace, write_page: WritePage) -> None:
         write_page(options.html, plan_or_none)
     rows = [_to_row(result, request.cluster.ranks) for result in results]
     print(json.dumps(rows, indent=2)) if options.json else Console().print(tables.emulation_table(rows, plan_or_none))
+    if all(result.failure for result in results):
+        options.json = False  # the error is not written beside the document
+        raise _to_error(results[0])
 
 
 def _read_request(options: Namespace) -> Request:

@@ -38,7 +38,7 @@ def validate_positive(name: str, value: Any, words: Sequence[str] = ()) -> int |
     if value is None:
         return None
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-        others = f", {' or '.join(map(repr, words))}" if words else ""
+        others = "".join(f" or {word!r}" for word in words)
         raise ConfigurationError(f"{name}={value!r:.80} is not a positive whole number{others}")
     return int(value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,44 @@ def test_command_says_once_what_it_does(
     printed = " ".join("".join(capsys.readouterr()).split())
     words = f"Emulating {8 * nodes} ranks ({'one node' if nodes == 1 else '2 nodes'}) in one process"
     assert printed.count(words) == printed.count("no checkpoints are saved") == 1
+
+
+def write_config(folder: Path) -> str:
+    config = folder / "fit.yaml"
+    config.write_text("model: {class_path: tests.support.modules.GPTModule}")
+    return str(config)
+
+
+def test_page_of_a_strategy_without_a_plan_is_refused(
+    trained: list[tuple[str, int | None]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    args = ["--config", write_config(tmp_path), "--hardware", "h100-80gb-nvlink", "--html", str(page)]
+    assert main(["emulate", *args, "--strategy", "ddp"]) == 2
+    assert capsys.readouterr().err == (
+        "osdp: error: --html shows OSDP's plan: give --compare, or leave --strategy out\n"
+    )
+    assert trained == []
+
+
+@pytest.mark.parametrize(("needed_bytes", "status"), [(3 * GIB, 1), (0, 2)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_comparison_of_which_all_fail_ends_with_the_first_error(
+    needed_bytes: int,
+    status: int,
+    as_json: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train(_: Any, strategy: StrategyName, *__: Any) -> StrategyResult:
+        sizes = {"needed_bytes": needed_bytes, "budget_bytes": GIB} if strategy == "osdp" else {}
+        return StrategyResult(strategy=strategy, failure=f"{strategy} failed", **sizes)
+
+    monkeypatch.setattr(emulate, "_train", train)
+    args = ["--config", write_config(tmp_path), "--hardware", "h100-80gb-nvlink", "--compare"]
+    assert main(["emulate", *args, *(["--json"] if as_json else [])]) == status
+    printed = capsys.readouterr()
+    assert printed.err == "osdp: error: osdp failed\n"
+    if as_json:
+        assert [row["error"] for row in json.loads(printed.out)] == [f"{each} failed" for each in emulate.STRATEGIES]
