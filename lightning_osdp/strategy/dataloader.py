@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs, extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_hasattr, lightning_setattr
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -45,6 +46,7 @@ class TrainData:
         if not self._source.is_defined():
             raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
         self._loader = self._source.dataloader()
+        self._follows_attribute: bool | None = None
         self.typical_batch: Any = None
         """The batch of median size among those that were read; None before they are."""
         self.bytes_per_sample = 0.0
@@ -104,7 +106,20 @@ class TrainData:
         value = lightning_getattr(self._module, "batch_size")
         if value != loader.batch_size:
             return f"batch_size is {value}, but the train dataloader uses {loader.batch_size}"
-        return ""
+        if self._follows_attribute is None:
+            self._follows_attribute = self._makes_larger_batches(2 * value)
+        return "" if self._follows_attribute else f"train_dataloader() makes batches of {value} whatever batch_size is"
+
+    def _makes_larger_batches(self, batch_size: int) -> bool:
+        """Return whether the module's loader follows its ``batch_size``, by asking for such a loader."""
+        before = lightning_getattr(self._module, "batch_size")
+        with isolate_rng(), restored(self._module, self._trainer.datamodule):  # type: ignore[attr-defined]
+            lightning_setattr(self._module, "batch_size", batch_size)
+            try:
+                loader = self._source.dataloader()
+            finally:
+                lightning_setattr(self._module, "batch_size", before)
+        return isinstance(loader, DataLoader) and loader.batch_size == batch_size
 
     def batch_size_policy(
         self,
@@ -129,7 +144,8 @@ class TrainData:
         Raises:
             ConfigurationError: the user requested a batch size that can't be set.
         """
-        fixed, reason = user_requested.batch_size, self.fixed_batch_size_reason()
+        fixed = user_requested.batch_size
+        reason = "" if fixed == loader_batch_size else self.fixed_batch_size_reason()
         if reason and fixed not in (None, loader_batch_size):
             raise ConfigurationError(f"batch_size={fixed} can't be set: {reason}")
         if reason and fixed is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -148,6 +148,44 @@ def test_bounded_policy_leaves_an_epoch_its_steps_and_says_what_bounds_it(
     data = train_data(DataLoader(TensorDataset(torch.zeros(num_rows)), batch_size=loader_batch_size))
     policy = data.bounded_policy(loader_batch_size, BatchSizePolicy(max_batch_size=given), 2, min_steps)
     assert (policy.max_batch_size, policy.bounding_setting) == (largest, setting)
+
+
+class OwnBatches(LightningDataModule):
+    """Makes batches of a size of its own, which only happens to be the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[int] = []
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        self.made.append(4)
+        torch.rand(3)
+        return DataLoader(ROWS, batch_size=4)
+
+
+class Follows(OwnBatches):
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.trainer is not None
+        return DataLoader(ROWS, batch_size=self.trainer.lightning_module.batch_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [OwnBatches, Follows])
+def test_loader_that_does_not_follow_the_batch_size_of_the_module_keeps_its_own_and_says_so(kind: Any) -> None:
+    trainer, module = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False), GPTModule()
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    trainer._data_connector.attach_data(module, datamodule=kind())
+    data = TrainData(trainer, module)
+    made, state = list(trainer.datamodule.made), torch.get_rng_state()  # type: ignore[attr-defined]
+    reason = "" if kind is Follows else "train_dataloader() makes batches of 4 whatever batch_size is"
+    assert data.fixed_batch_size_reason() == reason
+    assert module.batch_size == 4
+    assert trainer.datamodule.made == made  # type: ignore[attr-defined]
+    assert torch.equal(torch.get_rng_state(), state)
+    if reason:
+        with pytest.raises(ConfigurationError, match=r"batch_size=8 can.t be set: train_dataloader"):
+            data.batch_size_policy(4, BatchSizePolicy(batch_size=8), 1)
+    assert data.batch_size_policy(4, BatchSizePolicy(batch_size=4), 1).batch_size == 4
 
 
 class KnownLength(Stream):
