@@ -166,7 +166,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
-        self._buffer_keys = set(storage_keys(list(module.buffers())))
+        # The storages themselves, too: if the step replaces a buffer, another storage must not get its key.
+        self._buffer_storages = [b.untyped_storage() for b in module.buffers() if b.layout == torch.strided]
+        self._buffer_keys = {storage._cdata for storage in self._buffer_storages}
         for index, parameter in enumerate(parameters):
             key = storage_key(parameter)
             self._parameter_of[key] = (*self._parameter_of.get(key, ()), index)
