@@ -18,7 +18,7 @@ from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
 Progress = Literal["measured", "searched", "tried"]
 """How far a start is: all is measured; a plan was searched, too; steps of plans were tried, too."""
 
-GROWTH_BYTES: dict[str, dict[Progress, int]] = {"cpu": {"measured": 14 << 20, "searched": 8 << 20, "tried": 6 << 20}}
+GROWTH_BYTES: dict[str, dict[Progress, int]] = {"cpu": {"measured": 14 << 20, "searched": 10 << 20, "tried": 6 << 20}}
 """What the rest of the start and the first training steps leave behind besides tensors: small heap allocations, objects
 of autograd and of the loops [M-backend-5, M-backend-6]."""
 
