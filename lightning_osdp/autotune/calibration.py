@@ -89,7 +89,7 @@ def run_calibration_trials(setup: TrialSetup, compute: ComputeTimes) -> Calibrat
 def try_unsharded_step(setup: TrialSetup, calibration: Calibration) -> Calibration:
     """Try the unsharded step at one or two batch sizes, and scale all compute times to it. Collective.
 
-    Where larger batches fit then, each gradient is freed as soon as it is made.
+    If the largest traced batch does not fit, gradients are freed as soon as they are made where a larger one fits then.
     """
     available_bytes = setup.available_bytes()
     sizes, frees_gradients = unsharded_batch_sizes(setup, calibration.compute, available_bytes), False
@@ -109,9 +109,9 @@ def unsharded_batch_sizes(
 ) -> list[int]:
     """Return the smallest traced batch size and a larger one, as far as memory and time allow.
 
-    The larger one is the largest traced, or below. Where its step is short, it is the largest that may be planned, as
-    long as the step does not get long: a line through two small batches is 10 % off at a large one [M-autotune-11]. On
-    CUDA both are sizes that fill the device. Empty if even the smallest does not fit.
+    The larger one is the largest traced batch size that fits. If all fit and their steps are short, it is the largest
+    batch size that may be planned and whose step is still short: a line through two small batches is 10 % off at a
+    large one [M-autotune-11]. On CUDA both sizes fill the device. The list is empty if even the smallest does not fit.
     """
     smallest, replicated = setup.batch_sizes[0], replicated_plan(setup.model, setup.cluster)
     is_saturating = setup.is_cuda and len(setup.batch_sizes) > 1

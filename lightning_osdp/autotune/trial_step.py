@@ -245,8 +245,8 @@ def _copied_steps(
     try:
         with isolated(trial_context.module), _raise_trial_error(_ENGINE_ERRORS):
             ranks.raise_on_all_ranks(partial(_put_on_device, module_copy, device, engine, plan))
-            for parameter in filter(lambda one: one.requires_grad and frees_gradients, module_copy.parameters()):
-                parameter.register_post_accumulate_grad_hook(_free_gradient)  # type: ignore[no-untyped-call]
+            if frees_gradients:
+                _free_gradients_as_made(module_copy)
             with detached_from_trainer(module_copy, optimizers, schedulers), torch.compiler.set_stance("force_eager"):
                 optimizers[:], schedulers[:] = ranks.raise_on_all_ranks(partial(_build_optimizers, module_copy, engine))
                 moved = ranks.raise_on_all_ranks(partial(_move_batches, trial_context, module_copy, sizes))
@@ -263,8 +263,13 @@ def _copied_steps(
         memory.trim(device, GC_GENERATION)
 
 
-def _free_gradient(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+def _free_gradients_as_made(module_copy: LightningModule) -> None:
+    def free(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in module_copy.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(free)  # type: ignore[no-untyped-call]
 
 
 def _build_optimizers(module_copy: LightningModule, engine: Engine | None) -> tuple[list[Any], list[Any]]:

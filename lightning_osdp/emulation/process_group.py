@@ -309,10 +309,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         def copy() -> None:
             own = inputs[self._rank]
             for target in outputs:
-                if target.shape == own.shape:
-                    target.copy_(own)
-                else:
-                    target.zero_()
+                target.copy_(own) if target.shape == own.shape else target.zero_()
 
         return self._run("all_to_all", copy, outputs)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import NamedTuple
 
 from lightning_osdp.planning.cost.activation_exchange import activation_bytes
@@ -93,6 +95,11 @@ class Footprint(NamedTuple, Generic[T]):
 
 COLUMN = {name: index for index, name in enumerate(Footprint._fields)}
 """Index of each field if footprints are rows of an array."""
+
+
+def as_rows(footprints: Sequence[Footprint[float]]) -> NDArray[np.float64]:
+    """Return an array of footprints, (footprints, fields)."""
+    return np.array(footprints, dtype=np.float64).reshape(len(footprints), len(COLUMN))
 
 
 class _Layout(NamedTuple):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel, prefetch_held
-from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, footprint
+from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, as_rows, footprint
 from lightning_osdp.planning.cost.moments import (
     NOT_RECOMPUTED,
     Flags,
@@ -385,7 +385,7 @@ class Timeline:
                 own = footprint(operator, choice, self._cluster, updated_in_backward=in_backward)
                 self._footprint_cache[key] = self._heap.grow(own)
             rows.append(self._footprint_cache[key])
-        return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
+        return as_rows(rows)
 
     def _recompute_mask(self, recomputed: Iterable[str]) -> Flags:
         names = set(recomputed)

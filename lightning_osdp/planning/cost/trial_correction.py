@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, footprint
+from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, as_rows, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.neighbours import neighbours_of
 from lightning_osdp.planning.cost.step_time import (
@@ -229,12 +229,8 @@ def passes_peak_bytes(model: ModelProfile, cluster: Cluster, batch_size: int) ->
         for own in footprints
     ]
     timeline, nothing_recomputed = Timeline(model, cluster, 0), np.zeros(len(model.blocks), dtype=bool)
-    peak = timeline.peak_of_footprints(_as_array(rows), batch_size, 1, nothing_recomputed)
+    peak = timeline.peak_of_footprints(as_rows(rows), batch_size, 1, nothing_recomputed)
     return max(0, peak.total_bytes - model.buffer_bytes)
-
-
-def _as_array(rows: Sequence[Footprint[float]]) -> NDArray[np.float64]:
-    return np.array(rows, dtype=np.float64).reshape(len(rows), len(COLUMN))
 
 
 def training_peak_bytes(model: ModelProfile, cluster: Cluster, plan: ExecutionPlan, batch_size: int) -> int:

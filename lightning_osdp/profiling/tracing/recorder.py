@@ -27,7 +27,7 @@ from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.aten_calls import count_flops, storage_key, storage_keys, written_keys
 from lightning_osdp.profiling.tracing.dataflow import leaves_of_graph
 from lightning_osdp.profiling.tracing.kept_state import find_changed_attribute, kept_state
-from lightning_osdp.profiling.tracing.running_function import RunningFunction
+from lightning_osdp.profiling.tracing.running_function import RunningFunction, is_in_autograd_engine, next_autograd_node
 
 aten = torch.ops.aten
 
@@ -166,7 +166,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parameters = parameters
         self._parameter_storages = [parameter.untyped_storage() for parameter in parameters]
         self._parameter_of: dict[int, tuple[int, ...]] = {}
-        # The storages themselves, too: if the step replaces a buffer, another storage must not get its key.
+        # Held, so that no other storage gets the key of a buffer that the step replaces.
         self._buffer_storages = [b.untyped_storage() for b in module.buffers() if b.layout == torch.strided]
         self._buffer_keys = {storage._cdata for storage in self._buffer_storages}
         for index, parameter in enumerate(parameters):
@@ -277,7 +277,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.recording.state_changers[self._names[id(module)]] = attribute
 
     def _record_site(self) -> None:
-        self._site_changes.append((_next_autograd_node(), tuple(self._stack)))
+        self._site_changes.append((next_autograd_node(), tuple(self._stack)))
 
     def _current_site(self) -> tuple[str, ...]:
         """Return the stack, as one tuple for all ops of a site."""
@@ -293,10 +293,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _locate(self, phase: Phase) -> tuple[tuple[str, ...], int]:
         """Return site and node of the current op."""
         if phase == "forward" or self._stack:  # With a stack in backward, a module is being recomputed.
-            return self._current_site(), _next_autograd_node() - 1
+            return self._current_site(), next_autograd_node() - 1
         current = torch._C._current_autograd_node()
         node = current._sequence_nr() if current is not None else -1
-        if 0 <= node < _next_autograd_node():  # Gradient accumulation has no number: it belongs to the node before.
+        if 0 <= node < next_autograd_node():  # Gradient accumulation has no number: it belongs to the node before.
             return self._site_of_node(node), node
         return self._last_site, -1
 
@@ -309,7 +309,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace in SILENT_NAMESPACES:
             return fake_kernels.dispatch(func, args, kwargs)
         # Autograd adds gradients in place, unless the first is a view (the transposed product of a Linear's weight).
-        adds_up = func is aten.add.Tensor and not kwargs and _is_in_autograd_engine() and _has_matching_tensors(args)
+        adds_up = func is aten.add.Tensor and not kwargs and is_in_autograd_engine() and _has_matching_tensors(args)
         op = self._describe(func, args, kwargs, is_accumulation=adds_up and not args[0]._is_view())
         self.recording.ops.append(op)
         if op.phase == "forward" and op.site:
@@ -428,17 +428,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         events[index:index] = [(op, len(sizes), 1), (op, len(sizes), -1)]
         sizes.append(sizes[serial])
         self._made_at.append(op)
-
-
-def _next_autograd_node() -> int:
-    """Return the sequence number of the next node that autograd makes on this thread."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def _is_in_autograd_engine() -> bool:
-    """Return whether autograd's own code is running: a node that is not a Python function."""
-    node = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _has_matching_tensors(args: tuple[Any, ...]) -> bool:

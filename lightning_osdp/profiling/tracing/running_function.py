@@ -45,3 +45,14 @@ def _autocast_dtype(input: Tensor, weight: Tensor, *_: Any, **__: Any) -> torch.
     device = weight.device.type
     is_on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if is_on else None
+
+
+def next_autograd_node() -> int:
+    """Return the sequence number of the next node that autograd makes on this thread."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def is_in_autograd_engine() -> bool:
+    """Return whether autograd's own code is running: a node that is not a Python function."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)

@@ -21,7 +21,8 @@ from lightning_osdp.backend.cpu.malloc import HEAP, configure_cpu_allocator
 from lightning_osdp.backend.memory import GROWTH_BYTES, growth_reserve
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import passes_peak_bytes, training_peak_bytes, trial_peak_bytes
-from lightning_osdp.planning.spec.cluster import ComputeTimes
+from lightning_osdp.planning.spec.cluster import Cluster, ComputeTimes
+from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling import compute
 from lightning_osdp.profiling.tracing.stand_ins import lazy_clone, lazy_clone_bytes
 from tests.support.leaks import leaked_parameter_bytes
@@ -147,14 +148,18 @@ def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:
         assert compute_s(times, 8) > 0
 
 
+def trial_bytes(model: ModelProfile, cluster: Cluster, size: int) -> int:
+    """Memory that a trial of the unsharded step with this batch size asks for."""
+    return math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(model, cluster, replicated_plan(model, cluster), size))
+
+
 def trial_memory_bytes(size: int, *, frees_gradients: bool = False) -> int:
     """Memory of a trial of the unsharded step."""
     module, cluster = Module(), some_cluster(2)
     model = trace(module, BATCH, 4, device=CPU).model_profile
-    kept = trial_peak_bytes(model, cluster, replicated_plan(model, cluster), size)
-    peak = passes_peak_bytes(model, cluster, size) if frees_gradients else kept
-    margin = lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
-    return math.ceil(trials.MEMORY_MARGIN * peak) + margin
+    freed = math.ceil(trials.MEMORY_MARGIN * passes_peak_bytes(model, cluster, size))
+    step = freed if frees_gradients else trial_bytes(model, cluster, size)
+    return step + lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
 
 
 def test_calibration_trials_skip_sizes_that_exceed_memory() -> None:
@@ -178,10 +183,9 @@ def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypa
     module, hardware, found = Module(), some_cluster(2), []
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
-    replicated = replicated_plan(traced.model_profile, hardware)
     for most in (2, 3, 4, 5, 8, 8):
         monkeypatch.setattr(startup_budget, "MAX_LARGE_BATCH_S", compute_s(parts, 6) if len(found) == 5 else math.inf)
-        room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
+        room = trial_bytes(traced.model_profile, hardware, most)
         found.append(calibration.unsharded_batch_sizes(make_trial_setup(module, traced, hardware), parts, room))
     assert found == [[2], [2], [2, 4], [2, 5], [2, 8], [2, 6]]
 
@@ -197,8 +201,7 @@ def test_unsharded_batch_sizes_go_beyond_traced_ones_within_memory_time_and_sear
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     monkeypatch.setattr(startup_budget, "TRIAL_S", compute_s(parts, longest))
-    replicated = replicated_plan(traced.model_profile, hardware)
-    room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
+    room = trial_bytes(traced.model_profile, hardware, most)
     setup = make_trial_setup(module, traced, hardware, searched_sizes=(1, 4, 16, 64, 256))
     assert calibration.unsharded_batch_sizes(setup, parts, room) == sizes
 
@@ -214,8 +217,7 @@ def test_unsharded_batch_sizes_on_cuda_saturate_device(
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     monkeypatch.setattr(startup_budget, "SATURATED_STEP_S", compute_s(parts, longest))
-    replicated = replicated_plan(traced.model_profile, hardware)
-    room = math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(traced.model_profile, hardware, replicated, most))
+    room = trial_bytes(traced.model_profile, hardware, most)
     setup = make_trial_setup(module, traced, hardware)
     on_cuda = replace(setup, context=replace(setup.context, device=torch.device("cuda", 0)))
     assert calibration.unsharded_batch_sizes(on_cuda, parts, room) == sizes
