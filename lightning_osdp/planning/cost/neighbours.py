@@ -60,7 +60,7 @@ def operator_key(operator: Operator, time: OperatorTime) -> tuple[object, ...]:
 
 def neighbours_of(model: ModelProfile, compute: ComputeTimes) -> list[tuple[Neighbours, ...]]:
     """Return for each operator the neighbours of all that are of equal cost."""
-    order, zero, times = _forward_order(model), OperatorTime(), _with_work_between(model, compute)
+    order, zero, times = forward_order(model), OperatorTime(), with_work_between(model, compute)
     before = _compute_since_unit(model, times, order)
     after = _compute_since_unit(model, times, order[::-1])
     keys = [operator_key(*pair) for pair in zip(model.operators, compute.operators, strict=True)]
@@ -75,14 +75,14 @@ def neighbours_of(model: ModelProfile, compute: ComputeTimes) -> list[tuple[Neig
     return [known[key] for key in keys]
 
 
-def _forward_order(model: ModelProfile) -> list[int]:
+def forward_order(model: ModelProfile) -> list[int]:
     """Return the operators in the order in which they first run."""
     ran = dict.fromkeys(moment.operator for moment in model.moments if moment.phase == "forward")
     indices = range(len(model.operators))
     return [index for index in ran if index in indices] if ran else list(indices)
 
 
-def _with_work_between(model: ModelProfile, compute: ComputeTimes) -> list[OperatorTime]:
+def with_work_between(model: ModelProfile, compute: ComputeTimes) -> list[OperatorTime]:
     """Return each operator's time and its part of what its block computes between operators."""
     times, rest = list(compute.operators), compute.unattributed
     in_all_s = rest.forward.value_at(TYPICAL_BATCH_SIZE)

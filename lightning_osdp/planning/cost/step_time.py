@@ -115,8 +115,11 @@ def communication_time(
     links, shards = scope_links(cluster, choice.scope, choice.hierarchical), shards_of(operator, choice)
     gathers_again = recomputed and operator.num_wrapped == 1
     return PerStepTime(
-        _all_reduces_s(shards, cluster) + _tensor_all_reduces_s(shards, cluster) + _inter_node_s(shards, links),
-        sum(unit.num_slices * sum(_unit_comm(unit, links, cluster, recomputed=gathers_again)) for unit in shards.units),
+        all_reduces_s(shards, cluster) + tensor_all_reduces_s(shards, cluster) + inter_node_s(shards, links),
+        sum(
+            unit.num_slices * sum(unit_communication(unit, links, cluster, recomputed=gathers_again))
+            for unit in shards.units
+        ),
     )
 
 
@@ -130,19 +133,19 @@ def overlapped_time(
     """
     whole = scope_links(cluster, choice.scope, choice.hierarchical)
     links = whole.overlapped_part()
-    shards, whole_backward_s, hideable = shards_of(operator, choice), 0.0, _UnitCommunication(0.0, 0.0, 0.0, 0.0)
+    shards, whole_backward_s, hideable = shards_of(operator, choice), 0.0, UnitCommunication(0.0, 0.0, 0.0, 0.0)
     gathers_again = recomputed and operator.num_wrapped == 1
     for unit in shards.units:
         if cluster.has_streams or unit.is_prefetched(cluster):
-            own = _unit_comm(unit, links, cluster, recomputed=gathers_again)
-            hideable = _UnitCommunication(
+            own = unit_communication(unit, links, cluster, recomputed=gathers_again)
+            hideable = UnitCommunication(
                 *(so_far + unit.num_slices * one for so_far, one in zip(hideable, own, strict=True))
             )
         if whole.inter_node is not None:
-            by_pass = _unit_comm(unit, whole, cluster, recomputed=gathers_again)
+            by_pass = unit_communication(unit, whole, cluster, recomputed=gathers_again)
             whole_backward_s += unit.num_slices * by_pass.backward_s
-    all_reduces_s = cluster.link.all_reduce.overlap_fraction * _all_reduces_s(shards, cluster)
-    return OverlappedTime(all_reduces_s, *hideable, _inter_node_s(shards, links), whole_backward_s)
+    replicated_s = cluster.link.all_reduce.overlap_fraction * all_reduces_s(shards, cluster)
+    return OverlappedTime(replicated_s, *hideable, inter_node_s(shards, links), whole_backward_s)
 
 
 def hidden_s(overlapped: Any, passes: Passes, beside: Beside, accumulation: int, cluster: Cluster) -> Any:
@@ -255,7 +258,7 @@ def calibration_kinds(operator: Operator, choice: ShardingChoice) -> list[str]:
     return [mode.value, *(kind for kind, does_apply in applies.items() if does_apply)]
 
 
-class _UnitCommunication(NamedTuple):
+class UnitCommunication(NamedTuple):
     """Seconds of a unit's collectives in one micro-batch."""
 
     forward_s: float
@@ -270,7 +273,7 @@ class _UnitCommunication(NamedTuple):
         return self.backward_gathers_s + self.early_reductions_s + self.last_reduction_s
 
 
-def _unit_comm(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> _UnitCommunication:
+def unit_communication(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomputed: bool) -> UnitCommunication:
     """Return the times of a unit's gathers and reduce-scatters."""
     forward_s = links.all_gather_s(unit.gathered_bytes, len(unit.shards))
     gathers_s = forward_s if recomputed and unit.mode == Mode.ZDP else 0.0
@@ -279,17 +282,17 @@ def _unit_comm(unit: ShardUnit, links: ScopeLinks, cluster: Cluster, *, recomput
         gathers_s += links.all_gather_s(unit.backward_bytes, num_read)
     sizes = unit.reduced_sizes
     if unit.coalesces_gradients(cluster):
-        return _UnitCommunication(forward_s, gathers_s, 0.0, links.reduce_scatter_s(sum(sizes), len(sizes)))
+        return UnitCommunication(forward_s, gathers_s, 0.0, links.reduce_scatter_s(sum(sizes), len(sizes)))
     *early_s, last_s = map(links.reduce_scatter_s, sizes or [0])
-    return _UnitCommunication(forward_s, gathers_s, sum(early_s), last_s)
+    return UnitCommunication(forward_s, gathers_s, sum(early_s), last_s)
 
 
-def _inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
+def inter_node_s(shards: OperatorShards, links: ScopeLinks) -> float:
     """Return the time to average sharded gradients between nodes."""
     return sum(unit.num_slices * sum(map(links.inter_node_s, unit.gradient_sizes)) for unit in shards.units)
 
 
-def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
+def all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to all-reduce replicated gradients; small ones share the latency of their bucket."""
     fit, ranks = cluster.link.all_reduce, cluster.ranks
     total_s = 0.0
@@ -303,7 +306,7 @@ def _all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     return total_s
 
 
-def _tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
+def tensor_all_reduces_s(shards: OperatorShards, cluster: Cluster) -> float:
     """Return the time to average gradients over the ranks that hold the same slice, after the backward pass."""
     links, total_s = cluster.hierarchical_links, 0.0
     for shard in shards.replicated:

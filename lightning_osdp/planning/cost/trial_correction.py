@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, as_rows, footprint
+from lightning_osdp.planning.cost.link_schedule import can_be_played, exposed_communication_s
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.neighbours import neighbours_of
 from lightning_osdp.planning.cost.step_time import (
@@ -173,15 +174,19 @@ def predict_trial(
     is_recomputed = {i for i, op in zip(wrapped.wrapped_index, plan.operators, strict=True) if op.is_recomputed}
     times = wrapped.merge_times(compute).model_copy(update={"optimizer_s_per_byte": 0.0})
     total_s, added_s = times.unattributed.seconds_at(batch_size), Counter[str]()
-    neighbours = neighbours_of(wrapped.model, times)
+    neighbours, is_played = neighbours_of(wrapped.model, times), can_be_played(parts)
+    if is_played:
+        total_s += exposed_communication_s(wrapped.model, choices, plan.recomputed, parts, times, batch_size)
     for index, (operator, choice) in enumerate(zip(wrapped.model.operators, choices, strict=True)):
         recomputed = index in is_recomputed
         own = (operator, choice, parts, times, times.operators[index], batch_size)
-        total_s += sum(time_cost(*own, recomputed=recomputed, neighbours=neighbours[index]))
+        cost = time_cost(*own, recomputed=recomputed, neighbours=neighbours[index])
+        exchange = exchange_time(operator, choice, parts, recomputed=recomputed).value_at(batch_size)
+        total_s += cost.compute_s + (exchange if is_played else cost.communication_s)
         own_s = sum(
             sum(time(operator, choice, parts, recomputed=recomputed)) for time in (communication_time, engine_time)
         )
-        own_s += exchange_time(operator, choice, parts, recomputed=recomputed).value_at(batch_size)
+        own_s += exchange
         added_s.update(dict.fromkeys(calibration_kinds(operator, choice), own_s))
     blocks = zip(model.blocks, times.blocks, strict=False)  # times that were not measured count as zero
     total_s += sum(line.value_at(batch_size) for block, line in blocks if block.name in plan.recomputed)

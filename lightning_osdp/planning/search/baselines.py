@@ -210,7 +210,8 @@ def best_uniform_plan(search: PlanSearch, mode: Mode, recomputed_blocks: Flags, 
         count = bisect_left(range(len(sizes)), True, key=exceeds_limit)
     else:
         count = next(filter(exceeds_limit, range(len(sizes))), len(sizes))
-    return UniformPlan(pick_batch_size([plan_at(index) for index in range(max(1, count))]), count > 0)
+    best = pick_batch_size([plan_at(index) for index in range(max(1, count))])
+    return UniformPlan(search.played(best), count > 0)
 
 
 def _choice(operator: Operator, mode: Mode, problem: Problem) -> ShardingChoice:

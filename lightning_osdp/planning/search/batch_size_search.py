@@ -82,11 +82,16 @@ def search_batch_sizes(
             stop = SearchStop(reason="memory", batch_size=batch_size, needed_bytes=error.needed_bytes)
             break
     candidates = _complete_searches(wrap_search, heuristic_candidates, deadline_reached)
+    chosen = pick_batch_size(candidates)
+    played = wrap_search.for_assignment(chosen.wrap_assignment).played(chosen)
+    pace = played.samples_per_s / chosen.samples_per_s  # the others are taken to be off as much
     frontier = tuple(
-        BatchSizePoint(batch_size=c.batch_size, samples_per_s=c.samples_per_s, peak_memory_bytes=c.peak.total_bytes)
+        BatchSizePoint(
+            batch_size=c.batch_size, samples_per_s=pace * c.samples_per_s, peak_memory_bytes=c.peak.total_bytes
+        )
         for c in candidates
     )
-    return to_plan(wrap_search, pick_batch_size(candidates), frontier, stop or policy.stop_reason())
+    return to_plan(wrap_search, chosen, frontier, stop or policy.stop_reason())
 
 
 def _could_exceed(samples_per_s: float, wrap_search: WrapPolicySearch, policy: BatchSizePolicy) -> bool:
@@ -245,6 +250,7 @@ def to_plan(
     problem, search = wrap_search.problem, wrap_search.for_assignment(chosen.wrap_assignment)
     chosen = search.evaluate_choices(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
     model, rationale = problem.model, explain_choices(search, chosen, wrap_search.unwrapped)
+    chosen = search.played(chosen)
     return ExecutionPlan(
         model=ModelIdentity(
             fingerprint=model.fingerprint, num_parameters=model.num_parameters, flops_per_sample=model.flops_per_sample

@@ -15,8 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
+from lightning_osdp.planning.cost.link_schedule import can_be_played, exposed_communication_s
 from lightning_osdp.planning.cost.memory_timeline import Peak
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
+from lightning_osdp.planning.cost.step_time import calibration_time, exchange_time
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.search_space import SearchSpace
@@ -182,6 +184,21 @@ class PlanSearch:
         """Return a given plan with its costs, whether it fits or not."""
         search = self.for_batch_size(batch_size, accumulation)
         return search.to_candidate(self.options_of(choices), self.recompute_mask(recomputed))
+
+    def played(self, candidate: Candidate) -> Candidate:
+        """Return a plan with the communication that its collectives leave exposed when they are played in order."""
+        cluster, wrapped, recomputed = self.problem.cluster, self.wrapped_model, set(candidate.recomputed)
+        if not can_be_played(cluster):
+            return candidate
+        size, accumulation = candidate.batch_size, candidate.accumulation
+        choices, compute = wrapped.merge_choices(candidate.choices), self.space.problem.compute
+        exposed_s = exposed_communication_s(wrapped.model, choices, recomputed, cluster, compute, size, accumulation)
+        again = {index for block in wrapped.model.blocks if block.name in recomputed for index in block.operators}
+        for index, own in enumerate(zip(wrapped.model.operators, choices, strict=True)):
+            exposed_s += calibration_time(*own, cluster, recomputed=index in again).total_s(accumulation)
+            exchange = exchange_time(*own, cluster, recomputed=index in again)
+            exposed_s += accumulation * exchange.value_at(size)
+        return replace(candidate, communication_s=exposed_s)
 
     def lower_bound_s(self, batch_size: int, accumulation: int = 1) -> float:
         """Return the seconds of an optimizer step that no plan that fits undercuts."""
