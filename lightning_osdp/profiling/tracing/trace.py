@@ -36,6 +36,7 @@ from lightning_osdp.profiling.tracing.optimizer_step import (
     fake_optimizers,
     trace_optimizers,
 )
+from lightning_osdp.profiling.tracing.packed_sequences import single_sequences
 from lightning_osdp.profiling.tracing.parameter_owners import named_parameters
 from lightning_osdp.profiling.tracing.profile_builder import build_profile
 from lightning_osdp.profiling.tracing.recorder import Recorder, Recording
@@ -308,7 +309,7 @@ def _record(
     collectives = _RefuseCollectives() if step.is_alone else nullcontext()  # type: ignore[no-untyped-call]
     try:
         with _garbage_collection_disabled(), torch.set_grad_enabled(autograd), recorder.record_step(), syncs:
-            with collectives, step.step_context():
+            with collectives, nullcontext() if real else single_sequences(batch), step.step_context():
                 output = module.training_step(*stand_ins.step_arguments(module, batch))
             if module.automatic_optimization and autograd:
                 backward(stand_ins.extract_loss(output))
@@ -325,7 +326,7 @@ def _record_dataflow(step: TrainingStep, module: LightningModule, batch: Any) ->
     products = [each for each in module.modules() if matrix_input_dim(each) is not None]
     module.__dict__["manual_backward"] = lambda *_, **__: None
     try:
-        with host_syncs.unknown_numbers(), step.step_context():
+        with host_syncs.unknown_numbers(), single_sequences(batch), step.step_context():
             return record_dataflow(
                 lambda: module.training_step(*stand_ins.step_arguments(module, batch)), products, batch
             )
