@@ -19,9 +19,9 @@ from lightning_osdp import OSDPStrategy
 from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.profile_cache import read
 from lightning_osdp.backend.agree import all_reduce_max
-from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.memory import peak_memory, reset_peak
+from lightning_osdp.planning.cost.cpu_effects import HEAP_LIMIT_MARGIN
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
@@ -93,7 +93,7 @@ def train_with_released_and_retained_heap(rank: int, ranks: int, folder: str) ->
     assert kept_plan.retain_freed_memory  # no step was tried, but there is memory for it
     _, usual = fit(folder, kept_plan.model_copy(update={"retain_freed_memory": False}))
     (peak,) = all_reduce_max([max(peak for _, peak, _ in usual.steps)], dist.group.WORLD, CPU)
-    limit = int((peak + SHORT_BYTES) / (1 - LIMIT_MARGIN))
+    limit = int((peak + SHORT_BYTES) / (1 - HEAP_LIMIT_MARGIN))
     _, short = fit(folder, kept_plan.model_copy(update={"memory_limit_bytes": limit}))
     saving = {"enable_checkpointing": True, "limit_val_batches": 1.0, "val_check_interval": STEPS // 2}
     _, kept = fit(folder, kept_plan, **saving)

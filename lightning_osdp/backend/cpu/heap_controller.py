@@ -15,15 +15,12 @@ import torch
 
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.backend.cpu.process_memory import peak_resident_bytes, resident_bytes
-from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
+from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, HEAP_LIMIT_MARGIN
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 
 WARMUP_STEPS = 2
 """First optimizer steps, in which nothing is retained: the first one makes the optimizers' states, which are to lie
 outside of the heap, and the second one shows what a step takes with them."""
-
-LIMIT_MARGIN = 0.02
-"""Fraction of the memory limit that stays free: a heap in use goes on to grow by some MiB [M-backend-13]."""
 
 SHRINK_FACTOR = 0.75
 """Factor on the heap's size if a step has taken too much."""
@@ -42,7 +39,7 @@ class HeapController:
 
     def __init__(self, plan: ExecutionPlan, device: torch.device) -> None:
         self._is_enabled = plan.retain_freed_memory and device.type == "cpu"
-        self._limit_bytes = int((1 - LIMIT_MARGIN) * plan.memory_limit_bytes)
+        self._limit_bytes = int((1 - HEAP_LIMIT_MARGIN) * plan.memory_limit_bytes)
         self._headroom_bytes = plan.predicted.heap_headroom_bytes
         self._bound_bytes = min(self._limit_bytes, plan.predicted.peak_memory_bytes)
         self._num_steps, self._peak_bytes, self._idle_bytes, self._released_idle_bytes = 0, 0, 0, 0

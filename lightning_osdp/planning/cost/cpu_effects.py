@@ -23,6 +23,10 @@ HEAP_GROWTH = 0.5
 """Planned size of a heap that retains freed tensors, beyond the live ones, as a fraction of what a step frees: freed
 tensors seldom have the size of the next ones. In training it grows step by step within the limit. [M-cost-5]"""
 
+HEAP_LIMIT_MARGIN = 0.02
+"""Fraction of the memory limit that a retained heap leaves free: in use it goes on to grow by some MiB.
+[M-backend-13]"""
+
 MAX_MMAP_THRESHOLD = 32 << 20
 """Larger tensors have their own memory mapping and are never retained: glibc's threshold can't be higher."""
 

@@ -27,11 +27,11 @@ more, with its own moments: operators are gathered again, and what its backward 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_osdp.planning.cost.cpu_effects import NO_RETENTION, HeapModel, prefetch_held
+from lightning_osdp.planning.cost.cpu_effects import HEAP_LIMIT_MARGIN, NO_RETENTION, HeapModel, prefetch_held
 from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, as_rows, footprint
 from lightning_osdp.planning.cost.moments import (
     NOT_RECOMPUTED,
@@ -81,6 +81,13 @@ class Peak:
     def max_bytes(self) -> int:
         """Largest memory in steps and between them."""
         return max(self.total_bytes, self.saving_bytes, self.evaluation_bytes)
+
+    def with_bounded_heap(self, limit_bytes: int) -> Peak:
+        """Return what a step takes that fits ``limit_bytes``: a heap does not grow into the last part of the limit."""
+        excess = self.total_bytes - (1 - HEAP_LIMIT_MARGIN) * limit_bytes
+        if excess <= 0 or self.total_bytes > limit_bytes:
+            return self
+        return replace(self, heap=max(0.0, self.heap - excess))
 
 
 class Timeline:

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_osdp.backend.cpu import heap_controller
-from lightning_osdp.backend.cpu.heap_controller import LIMIT_MARGIN, MIN_ADJUSTMENT_BYTES, WARMUP_STEPS, HeapController
-from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
+from lightning_osdp.backend.cpu.heap_controller import MIN_ADJUSTMENT_BYTES, WARMUP_STEPS, HeapController
+from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH, HEAP_LIMIT_MARGIN
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import hand_made_plan
@@ -77,11 +77,11 @@ def test_heap_controller_keeps_every_step_within_limit(
     kept = HeapController(make_plan(), CPU)
     for index in range(400):
         run_step(kept, passes, optimizers)
-        assert machine.peak <= (1 - LIMIT_MARGIN) * LIMIT
+        assert machine.peak <= (1 - HEAP_LIMIT_MARGIN) * LIMIT
         if index < WARMUP_STEPS:
             assert not machine.told
     wanted = (machine.live - RESTING) * (1 + waste)  # all that is freed, or all that there is
-    assert machine.room >= wanted - 1 or machine.peak > (1 - LIMIT_MARGIN) * LIMIT - 2 * MIN_ADJUSTMENT_BYTES
+    assert machine.room >= wanted - 1 or machine.peak > (1 - HEAP_LIMIT_MARGIN) * LIMIT - 2 * MIN_ADJUSTMENT_BYTES
     assert None not in machine.told
     changes = len(machine.told)
     run_step(kept)
@@ -144,10 +144,10 @@ def test_heap_controller_leaves_planned_spare_memory_free(monkeypatch: pytest.Mo
         run_step(kept)
     before = machine.room
     assert before > 0
-    assert machine.peak <= (1 - LIMIT_MARGIN) * LIMIT - spare
+    assert machine.peak <= (1 - HEAP_LIMIT_MARGIN) * LIMIT - spare
     machine.live += 100 * MIB  # a large tensor that finds no room
     run_step(kept)
-    assert machine.peak <= (1 - LIMIT_MARGIN) * LIMIT
+    assert machine.peak <= (1 - HEAP_LIMIT_MARGIN) * LIMIT
     run_step(kept)
     assert machine.room == before
 
@@ -164,7 +164,7 @@ def test_heap_controller_shrinks_heap_when_step_needs_more(monkeypatch: pytest.M
     for _ in range(10):
         run_step(kept)
     assert 0 < machine.room < before
-    assert machine.peak <= (1 - LIMIT_MARGIN) * LIMIT
+    assert machine.peak <= (1 - HEAP_LIMIT_MARGIN) * LIMIT
 
 
 def test_heap_controller_release_frees_heap_until_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
