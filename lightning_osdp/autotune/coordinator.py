@@ -28,7 +28,7 @@ from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, 
 from lightning_osdp.planning.search.baselines import find_baselines
 from lightning_osdp.planning.search.batch_size_search import no_deadline
 from lightning_osdp.planning.search.finalists import choose_tried_plan, find_finalists
-from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, select_plan
+from lightning_osdp.planning.search.plan_selection import CachedPlan, find_cached_plan, repredict_memory, select_plan
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
@@ -76,12 +76,14 @@ class MemoryBudget:
         non_model: part of ``limit`` that is not the model's.
         estimated: part of ``non_model`` that is not in use yet, but reserved for the first steps and for evaluation.
         file_pages: part of ``limit`` that stands for pages of files (``MemoryLimit.file_pages``).
+        progress: how far the start was.
     """
 
     limit: int
     non_model: int
     estimated: int
     file_pages: int = 0
+    progress: Progress = field(default="measured", compare=False)
 
     @property
     def model(self) -> int:
@@ -130,7 +132,7 @@ class PlanningCoordinator:
         used = process_overhead(device, self.request.model_bytes, reserved) + self._fragmentation_margin()
         coming = limit.expected_file_pages(progress)
         minimum, used, file_pages = self._min_and_max(limit.current() + coming, [used, limit.file_pages() + coming])
-        return MemoryBudget(minimum, used, min(used, reserved), file_pages)
+        return MemoryBudget(minimum, used, min(used, reserved), file_pages, progress)
 
     def cached_memory_budget(self, cached_plan: CachedPlan) -> MemoryBudget | None:
         """Return the budget of the start that chose ``cached_plan``; None if this process has taken more already.
@@ -215,6 +217,11 @@ class PlanningCoordinator:
             log_info("tried plans in turns: %s", took)
         return plan
 
+    def repredict_memory(self, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan) -> ExecutionPlan:
+        """Return ``plan`` with its memory as predicted now."""
+        policy = self.request.policy
+        return self._on_rank_zero(lambda problem: repredict_memory(problem, policy, plan), profile, memory_budget)
+
     def with_baselines(self, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan) -> ExecutionPlan:
         """Return a plan with what DDP, ZeRO-2 and FSDP would do in its place (see ``search.baselines``)."""
 
@@ -257,8 +264,9 @@ class PlanningCoordinator:
         return [-int(negated), *map(int, largest)]
 
     def _reserved_bytes(self, progress: Progress) -> int:
-        evaluates = self.request.non_training.has_own_evaluation_batch_size
-        return growth_reserve(self.ranks.device, progress, evaluates, len(self.model.low_precision_shapes))
+        between, shapes = self.request.non_training, len(self.model.low_precision_shapes)
+        saves_whole = between.checkpoint_memory == "gathered"
+        return growth_reserve(self.ranks.device, progress, between.has_own_evaluation_batch_size, shapes, saves_whole)
 
     def _fragmentation_margin(self) -> int:
         """Return what the caching allocator can't use of its segments on CUDA."""

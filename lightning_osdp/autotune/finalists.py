@@ -49,12 +49,14 @@ def search_and_trial(
         return plan, profile, memory_budget
     finalists = coordinator.find_finalists(profile, memory_budget, plan)
     tried: list[ExecutionPlan] = []
+    tried_now: list[Trial] = []
     chosen: ExecutionPlan | None = None
     for searches_left in reversed(range(MAX_PLAN_TRIALS)):
         began_s = budget.elapsed_s()
         trials = _try_plans(coordinator, profile, finalists, trial_context)  # step 6
         if not trials:
             break
+        tried_now += [trial for trial in trials if trial not in profile.trials]
         profile = profile.model_copy(update={"trials": add_trials(profile.trials, trials)})
         memory_budget = coordinator.memory_budget("tried")
         tried += [one for one in finalists if one is not chosen and trials_of_plan(one, trials)]
@@ -72,6 +74,9 @@ def search_and_trial(
         if len(chosen.tried) < len(tried):  # trials have left something behind, and the others do not fit beside it
             found, _, _ = search_or_take(coordinator, profile, memory_budget, chosen, TRIAL_RELATIVE_ERROR)
             chosen = chosen if trials_of_plan(found, profile.trials) else found
+        if _ran_at_own_batch_size(chosen, tried_now):
+            memory_budget = coordinator.memory_budget("compiled")
+            chosen = coordinator.repredict_memory(profile, memory_budget, chosen)
         return chosen, profile, memory_budget
     # With neither more time nor more memory than the first one, another search finds nothing better.
     now = coordinator.memory_budget("searched")
@@ -81,6 +86,11 @@ def search_and_trial(
         plan = coordinator.search(profile, memory_budget, UNTRIED_PLAN_MARGIN, 1.0)
         finalists = coordinator.find_finalists(profile, memory_budget, plan) if is_roomier else [plan, *finalists]
     return _take_untried(finalists), profile, memory_budget
+
+
+def _ran_at_own_batch_size(plan: ExecutionPlan, trials: Sequence[Trial]) -> bool:
+    """Return whether one of these trials ran exactly what is planned: what waits then is known of no other trial."""
+    return any(trial.exposed_comm_s is not None for trial in trials_of_plan(plan, trials))
 
 
 def _take_untried(finalists: Sequence[ExecutionPlan]) -> ExecutionPlan:

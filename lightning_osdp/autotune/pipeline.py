@@ -53,9 +53,6 @@ from lightning_osdp.profiling.tracing.trace import CollectiveError, TracedStep, 
 KEY_SEPARATOR = "+"
 """Between the keys of the typical batch and of the largest one."""
 
-LEFTOVER_BYTES = 32 << 10
-"""What planning may leave behind in the first rank's process for each operator."""
-
 log_info = rank_zero_only(logging.getLogger(__name__).info)
 
 
@@ -267,16 +264,16 @@ def autotune(
 def _fit_beside_leftovers(
     coordinator: PlanningCoordinator, profile: Profile, memory_budget: MemoryBudget, plan: ExecutionPlan
 ) -> tuple[ExecutionPlan, MemoryBudget]:
-    """Return another plan if planning has left more in a process than is reserved, and there is no room for it.
+    """Return the plan with the memory of now: the process may take less than when the plan was searched, or more.
 
-    The first rank's searches leave some KiB for each operator, which count where there are a thousand.
+    If it takes more than is reserved, and there is no room for that, another plan is returned. The first rank's
+    searches leave some KiB for each operator, which count where there are a thousand.
     """
-    peak_bytes, limit_bytes = plan.predicted.peak_memory_bytes, memory_budget.limit
-    if peak_bytes + len(coordinator.model.operators) * LEFTOVER_BYTES <= limit_bytes:
-        return plan, memory_budget
-    now = coordinator.memory_budget("tried" if plan.tried else "searched")
+    now = coordinator.memory_budget(memory_budget.progress if plan.tried else "searched")
     left_bytes = now.non_model - memory_budget.non_model
-    if left_bytes <= memory_budget.estimated or peak_bytes + left_bytes <= now.limit:
+    if left_bytes < 0:
+        return coordinator.repredict_memory(profile, now, plan), now
+    if left_bytes <= memory_budget.estimated or plan.predicted.peak_memory_bytes + left_bytes <= now.limit:
         return plan, memory_budget
     log_info("planning has left %s behind: searching a plan that fits beside it", format_bytes(left_bytes))
     found, _, now = search_or_take(coordinator, profile, now, plan)

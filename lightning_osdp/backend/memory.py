@@ -15,12 +15,18 @@ from lightning_osdp.backend.cpu import process_memory
 from lightning_osdp.backend.cpu.malloc import HEAP
 from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION
 
-Progress = Literal["measured", "searched", "tried"]
-"""How far a start is: all is measured; a plan was searched, too; steps of plans were tried, too."""
+Progress = Literal["measured", "searched", "tried", "compiled"]
+"""How far a start is: all is measured; a plan was searched, too; steps of plans were tried, too; they were so at the
+batch size that is planned, so that all that is compiled for its shapes is there."""
 
-GROWTH_BYTES: dict[str, dict[Progress, int]] = {"cpu": {"measured": 14 << 20, "searched": 10 << 20, "tried": 6 << 20}}
+GROWTH_BYTES: dict[str, dict[Progress, int]] = {
+    "cpu": {"measured": 14 << 20, "searched": 8 << 20, "tried": 6 << 20, "compiled": 6 << 20}
+}
 """What the rest of the start and the first training steps leave behind besides tensors: small heap allocations, objects
 of autograd and of the loops [M-backend-5, M-backend-6]."""
+
+SAVING_GROWTH_BYTES = {"cpu": 2 << 20}
+"""What saving whole checkpoints leaves behind in addition, where the reserve is for a searched plan [M-backend-6]."""
 
 KEPT_BYTES = {"cpu": {"unit_bytes": 16 << 10, "tensor_bytes": 1900, "page_bytes": mmap.PAGESIZE}}
 """What one more unit takes besides tensors (hooks, nodes of autograd), what one more tensor takes that is kept from
@@ -127,7 +133,7 @@ class MemoryLimit:
         Args:
             progress: how far the start is.
         """
-        return EXPECTED_FILE_PAGE_BYTES if self._has_file_pages and progress != "tried" else 0
+        return EXPECTED_FILE_PAGE_BYTES if self._has_file_pages and progress not in ("tried", "compiled") else 0
 
     @property
     def _has_file_pages(self) -> bool:
@@ -187,7 +193,9 @@ def process_overhead(device: torch.device, model_bytes: int, reserved_bytes: int
     return max(0, memory_in_use(device) - model_bytes) + reserved_bytes
 
 
-def growth_reserve(device: torch.device, progress: Progress, evaluates: bool = False, low_precision: int = 0) -> int:
+def growth_reserve(
+    device: torch.device, progress: Progress, evaluates: bool = False, low_precision: int = 0, saves_whole: bool = False
+) -> int:
     """Return the bytes that training will take besides tensors, and that are not there yet.
 
     Args:
@@ -195,7 +203,10 @@ def growth_reserve(device: torch.device, progress: Progress, evaluates: bool = F
         progress: how far the start is.
         evaluates: whether it will evaluate batches of another size than it trains in.
         low_precision: number of different shapes of weights that products in 16 bits read.
+        saves_whole: whether it will save checkpoints in one piece.
     """
     steps = GROWTH_BYTES[device.type][progress] if device.type in GROWTH_BYTES else 0
+    saving = SAVING_GROWTH_BYTES.get(device.type, 0) if saves_whole and progress == "searched" else 0
     evaluation = EVALUATION_GROWTH_BYTES.get(device.type, 0) if evaluates else 0
-    return steps + evaluation + low_precision * COMPILED_KERNEL_BYTES.get(device.type, 0)
+    kernels = COMPILED_KERNEL_BYTES.get(device.type, 0) if progress != "compiled" else 0
+    return steps + saving + evaluation + low_precision * kernels

@@ -317,3 +317,21 @@ def repredict(
         return None
     plan = to_plan(wrap_search, candidate, found_plan.frontier, found_plan.search_stop)
     return plan.model_copy(update={"tried": earlier_plan.tried})
+
+
+def repredict_memory(problem: Problem, policy: BatchSizePolicy, plan: ExecutionPlan) -> ExecutionPlan:
+    """Return the plan with the memory that it is predicted to take now; as it is where it does not fit any more.
+
+    Args:
+        problem: the problem with the memory that there is now.
+        policy: the batch sizes.
+        plan: a plan for this problem.
+    """
+    again = repredict(WrapPolicySearch(variant_of_plan(plan, problem)), policy, plan, plan)
+    if again is None:
+        return plan
+    names = ("peak_memory_bytes", "overhead_bytes", "saving_memory_bytes", "evaluation_memory_bytes")
+    predicted = plan.predicted.model_copy(update={name: getattr(again.predicted, name) for name in names})
+    return plan.model_copy(
+        update={"predicted": predicted, "peak": again.peak, "memory_limit_bytes": again.memory_limit_bytes}
+    )

@@ -14,7 +14,12 @@ from lightning_osdp.autotune.profile import Profile
 from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.autotune.startup_budget import StartupBudget
 from lightning_osdp.backend import memory
-from lightning_osdp.backend.memory import COMPILED_KERNEL_BYTES, EVALUATION_GROWTH_BYTES, GROWTH_BYTES
+from lightning_osdp.backend.memory import (
+    COMPILED_KERNEL_BYTES,
+    EVALUATION_GROWTH_BYTES,
+    GROWTH_BYTES,
+    SAVING_GROWTH_BYTES,
+)
 from lightning_osdp.errors import InfeasibleError, OSDPWarning
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key
 from lightning_osdp.planning.search.batch_size_search import BatchSizePolicy, Problem, make_plan, min_memory_bytes
@@ -134,6 +139,34 @@ def test_memory_budget_reserves_memory_for_kernels_of_each_shape_in_16_bits(monk
     own = replace(make_coordinator(Counted()), model=MODEL.model_copy(update={"operators": (operator,)}))
     reserved = GROWTH_BYTES["cpu"]["measured"] + 2 * COMPILED_KERNEL_BYTES["cpu"]
     assert own.memory_budget("measured").estimated == reserved
+    assert own.memory_budget("tried").estimated == GROWTH_BYTES["cpu"]["tried"] + 2 * COMPILED_KERNEL_BYTES["cpu"]
+    assert own.memory_budget("compiled").estimated == GROWTH_BYTES["cpu"]["compiled"]
+
+
+@pytest.mark.parametrize(("saved", "more"), [("nothing", 0), ("streamed", 0), ("gathered", SAVING_GROWTH_BYTES["cpu"])])
+def test_memory_budget_after_search_reserves_memory_for_saving_only_where_checkpoints_are_whole(
+    saved: Any, more: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_in_use", lambda device: 50)
+    own = make_coordinator(Counted(), NonTrainingWork(checkpoint_memory=saved))
+    assert own.memory_budget("searched").estimated == GROWTH_BYTES["cpu"]["searched"] + more
+    assert own.memory_budget("tried").estimated == GROWTH_BYTES["cpu"]["tried"]
+
+
+def test_repredict_memory_changes_figures_of_memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, nothing = make_plan(ROOMY, RULE), Profile(compute=compute(MODEL), link=ROOMY.cluster.link)
+    plan = plan.model_copy(update={"predicted": plan.predicted.model_copy(update={"step_time_s": 1.0})})
+    team = make_coordinator(Counted())
+    less = replace(ROOMY, overhead_bytes=ROOMY.overhead_bytes - 5)
+    for problem, saved in ((less, 5), (replace(less, memory_limit_bytes=1), 0)):
+        monkeypatch.setattr(PlanningCoordinator, "build_problem", lambda *_, problem=problem: problem)
+        again = team.repredict_memory(nothing, MemoryBudget(problem.memory_limit_bytes, 0, 0), plan)
+        assert again.predicted.peak_memory_bytes == plan.predicted.peak_memory_bytes - saved
+        assert again.predicted.overhead_bytes == plan.predicted.overhead_bytes - saved
+        assert again.peak is not None
+        assert plan.peak is not None
+        assert again.peak.overhead == plan.peak.overhead - saved
+        assert again.model_copy(update={"predicted": plan.predicted, "peak": plan.peak}) == plan
 
 
 def test_choose_tried_plan_returns_tried_plan_only_within_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -304,8 +304,54 @@ def test_plan_is_searched_again_beside_what_planning_left_if_that_exceeds_what_i
     assert found.baselines == (("new",) if is_searched else ()), "they are of the plan that is taken"
     assert not found.tried
     assert now.non_model == 60 + left_bytes * is_searched
-    roomy = replace(budget, limit=2 * limit + (1 << 30))
+    roomy = replace(budget, limit=2 * limit)
+    coordinator.memory_budget = lambda progress: replace(roomy, non_model=60 + left_bytes)
     assert pipeline._fit_beside_leftovers(coordinator, PROFILE, roomy, first) == (first, roomy)
+
+
+@pytest.mark.parametrize("tried", [False, True])
+def test_plan_is_predicted_anew_where_process_takes_less_than_when_it_was_searched(
+    tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reserve for a search that is over was in the prediction: 64 emulated ranks, +11 % of 134 MiB."""
+    first, second = (make_plan(ROOMY, BatchSizePolicy(batch_size=1 + at)) for at in range(2))
+    tried_plan = TriedPlan(
+        name="", batch_size=1, is_chosen=True, step_time_s=1.0, samples_per_s=1.0, spread_s=0.0, num_rounds=1
+    )
+    first = first.model_copy(update={"tried": (tried_plan,) if tried else ()})
+    coordinator: Any = Timed(monkeypatch, [second], 30.0, 2.0)
+    asked_for: list[str] = []
+
+    def memory_budget(progress: str) -> MemoryBudget:
+        asked_for.append(progress)
+        return MemoryBudget(limit, 55, 12)
+
+    limit = first.predicted.peak_memory_bytes
+    coordinator.memory_budget = memory_budget
+    coordinator.repredict_memory = lambda profile, memory_budget, plan: (plan, memory_budget.non_model)
+    before = MemoryBudget(limit, 60, 12, progress="compiled")
+    found, now = pipeline._fit_beside_leftovers(coordinator, PROFILE, before, first)
+    assert (found, now.non_model) == ((first, 55), 55)
+    assert asked_for == ["compiled" if tried else "searched"]
+
+
+@pytest.mark.parametrize(("exposed_s", "progress"), [(0.1, "compiled"), (None, "tried")])
+def test_search_and_trial_reserves_nothing_for_kernels_that_trial_of_same_batch_size_has_compiled(
+    exposed_s: float | None, progress: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator: Any = Timed(monkeypatch, [make_plan(ROOMY, BatchSizePolicy(batch_size=1))], 30.0, 0.0)
+    usual = coordinator.run_plan_trials
+
+    def run_plan_trials(*args: Any) -> list[Trial]:
+        return [trial.model_copy(update={"exposed_comm_s": exposed_s}) for trial in usual(*args)]
+
+    monkeypatch.setattr(finalists, "run_plan_trials", run_plan_trials)
+    coordinator.memory_budget = lambda progress: MemoryBudget(100, 50, 0, progress=progress)
+    coordinator.repredict_memory = lambda profile, memory_budget, plan: plan
+    _, measured, memory_budget = coordinator.search_and_trial()
+    assert memory_budget.progress == progress
+    monkeypatch.setattr("tests.unit.autotune.test_pipeline.PROFILE", measured)
+    assert coordinator.search_and_trial()[2].progress == "tried", "nothing ran in this start"
 
 
 class TwoRanks(RankGroup):
