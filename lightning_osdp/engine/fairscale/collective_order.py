@@ -22,6 +22,7 @@ import torch
 from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.rank_agreement import ADVICE, Decision, RankAgreement, Request
 from lightning_osdp.errors import ShardingError
+from lightning_osdp.planning.cost.sharding_scopes import PREFETCHED_UNITS
 
 STABLE_COUNT = 8
 """How often in succession ranks have to agree on another next collective until it is expected without asking."""
@@ -205,17 +206,21 @@ class CollectiveOrder:
         self._has_differed = True
 
     def prefetch_next(self) -> None:
-        """Start the gather that is expected after the one that has just run, unless ranks differed lately."""
+        """Start the gathers that are expected after the one that has just run, unless ranks differed lately."""
         kind, unit, _ = _parse(self._last[1])
         if self._asking_steps or kind not in ("forward", "backward"):
             return  # evaluation is planned with memory for no more than one unit
-        last, event = self._last, self._expect_after(self._last)
-        while event.startswith("reduce"):
-            last = (last[1], event)
+        last, num_gathers = self._last, 0
+        for _ in range(len(self._next)):
             event = self._expect_after(last)
-        next_kind, next_unit, indices = _parse(event)
-        if next_kind == kind and next_unit != unit and not indices:
-            self._units[next_unit].start_prefetch()
+            next_kind, next_unit, indices = _parse(event)
+            if next_kind != "reduce":
+                if next_kind != kind or indices or num_gathers == PREFETCHED_UNITS:
+                    return
+                num_gathers += 1
+                if next_unit != unit:  # which is freed first
+                    self._units[next_unit].start_prefetch()
+            last = (last[1], event)
 
     def _expect_after(self, last: tuple[str, str]) -> str:
         """Return what follows two events on all ranks; nothing if that is not known."""

@@ -1,12 +1,12 @@
 """When the collectives of units run: coalesced, and on a CPU while other units compute.
 
 A unit's gathers run as one, and so do its reductions if they are small. On CUDA, streams overlap collectives with
-compute. A CPU has none, and a rank that waits for a slow link computes nothing. There the gather of the next unit
-starts when a unit has been gathered, and a gradient's reduction is waited for when the next gradient comes. That keeps
-one more unit unsharded and one more gradient in memory (the memory timeline counts both), so only units up to
-``Cluster.prefetch_max_bytes`` do it.
+compute. A CPU has none, and a rank that waits for a slow link computes nothing. There the gathers of the next
+two units start when a unit has been gathered, and a gradient's reduction is waited for when the next gradient comes.
+That keeps two more units unsharded and one more gradient in memory (the memory timeline counts both), so only units up
+to ``Cluster.prefetch_max_bytes`` do it.
 
-All ranks know by ``CollectiveOrder.prefetch_next`` which unit is next. What was prefetched in vain is freed when the
+All ranks know by ``CollectiveOrder.prefetch_next`` which units are next. What was prefetched in vain is freed when the
 backward pass is over.
 """
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lightning_osdp.planning.cost.moments import Flags, Floats, Held, Intervals, OperatorRuns
+from lightning_osdp.planning.cost.sharding_scopes import PREFETCHED_UNITS
 from lightning_osdp.planning.cost.shards import ParamShard, ShardUnit
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -105,8 +106,10 @@ class PrefetchBytes(NamedTuple):
     """``Footprint.prefetched_parameters``."""
     inflight_gradient: float = 0.0
     """``Footprint.inflight_gradient``."""
-    next_slice: float = 0.0
-    """The operator's own next slice, while it runs."""
+    second_unit: float = 0.0
+    """``Footprint.prefetched_slice``."""
+    next_slices: float = 0.0
+    """``Footprint.next_slices``."""
     previous_gradient: float = 0.0
     """Gradient of its previous slice or parameter, while it runs backward."""
 
@@ -134,12 +137,14 @@ def prefetch_bytes(units: list[ShardUnit], gathered: list[float], cluster: Clust
         for unit, _ in prefetched
     )
     inflight = largest * (1 + received)
-    several = sum(unit.num_slices for unit in units) > 1
+    num_units = sum(unit.num_slices for unit in units)
+    several = num_units > 1
     is_freed = any(unit.mode == Mode.ZDP for unit, _ in prefetched)  # zdp2 slices count from the first one on
     return PrefetchBytes(
         next_unit,
         inflight,
-        next_unit if several and is_freed else 0.0,
+        next_unit if several else 0.0,
+        min(PREFETCHED_UNITS, num_units - 1) * next_unit if is_freed else 0.0,
         inflight if several or (len(units[0].shards) > 1 and not units[0].coalesces_gradients(cluster)) else 0.0,
     )
 
@@ -185,7 +190,7 @@ def coalesced_reduction_bytes(groups: Sequence[Sequence[ParamShard]], cluster: C
 def prefetch_held(
     runs: OperatorRuns, footprints: Footprint[Floats], recomputed_blocks: Flags, wrapped: Flags
 ) -> Iterator[Held]:
-    """Yield what prefetching holds between units: the next parameters, and gradients that are still being reduced.
+    """Yield what prefetching holds between units: the next units' parameters, and gradients still being reduced.
 
     Args:
         runs: When operators run.
@@ -200,11 +205,19 @@ def prefetch_held(
     backward = is_gathered_again & runs.has_backward & ~(recomputed & wrapped)
     second_pass = ((runs.recompute, is_freed & recomputed), (runs.unsharded_backward, backward))
     for passes in (((runs.forward, is_sharded),), second_pass):
-        starts = np.concatenate([intervals.start[which] for intervals, which in passes])
-        amounts = np.concatenate([footprints.prefetched_parameters[which] for _, which in passes])
+        starts, stops = (np.concatenate([each[at][which] for each, which in passes]) for at in range(2))
         order = np.argsort(starts, kind="stable")
-        starts, amounts = starts[order], amounts[order]
-        yield Held("gathered", Intervals(starts[:-1], starts[1:]), amounts[1:])
+        starts, stops = starts[order], stops[order]
+        first, second, own = (
+            np.concatenate([column[which] for _, which in passes])[order]
+            for column in (footprints.prefetched_parameters, footprints.prefetched_slice, footprints.next_slices)
+        )
+        # An operator without slices is one unit, and the second one ahead is the first of the operator after it.
+        ahead = first + np.where(second > 0, second, np.append(first[1:], 0.0))
+        stops = np.minimum(stops[:-1], starts[1:])
+        # While an operator runs, its own slices are ahead first: never more than so many units at a time.
+        yield Held("gathered", Intervals(starts[:-1], stops), np.maximum(0.0, ahead[1:] - own[:-1]))
+        yield Held("gathered", Intervals(stops, starts[1:]), ahead[1:])
     which = np.flatnonzero(is_sharded & runs.has_backward)
     order = which[np.argsort(runs.backward.stop[which], kind="stable")]
     stops, amounts = runs.backward.stop[order], footprints.inflight_gradient[order]

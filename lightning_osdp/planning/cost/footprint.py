@@ -66,7 +66,11 @@ class Footprint(NamedTuple, Generic[T]):
     reduced_copy: T
     """The largest replicated gradient that is reduced in another type, in that type: it is held beside its copy."""
     prefetched_parameters: T
-    """Unsharded parameters of its first unit, which are gathered while the unit before runs."""
+    """Unsharded parameters of its first unit, which are gathered while the units before run."""
+    prefetched_slice: T
+    """Unsharded parameters of its second unit, which are then gathered too; 0 if it is a single one."""
+    next_slices: T
+    """Unsharded parameters of its further slices that are gathered while one runs, a part of those while it runs."""
     inflight_gradient: T
     """Unsharded gradients of its last unit, which are still being reduced while the next unit runs backward."""
     gathered_in_total: T
@@ -169,11 +173,13 @@ def _parameter_bytes(layout: _Layout, prefetch: PrefetchBytes) -> dict[str, floa
         "states": states + num_units * layout.cluster.unit_bytes,
         "unsharded_between_passes": casts
         + sum(u.gathered_bytes * u.num_slices for u in shards.units if u.mode == Mode.ZDP2),
-        "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slice,
-        "unsharded_in_backward": max(in_backward, default=0) + prefetch.next_slice,
+        "unsharded_while_running": max((size for _, size in zdp), default=0) + prefetch.next_slices,
+        "unsharded_in_backward": max(in_backward, default=0) + prefetch.next_slices,
         "replicated_casts": casts,
         "casts_before_gradients": sum(min(s.gathered_bytes, s.gradient_bytes) * s.num_slices for s in cast),
         "prefetched_parameters": prefetch.next_unit,
+        "prefetched_slice": prefetch.second_unit,
+        "next_slices": prefetch.next_slices,
         "eval_unsharded": max(gathered, default=0),
         "gathered_in_total": sum(size * unit.num_slices for unit, size in zip(shards.units, gathered, strict=True)),
     }

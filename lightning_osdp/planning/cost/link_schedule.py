@@ -2,9 +2,9 @@
 
 ``step_time.hidden_s`` gives each operator the compute of its neighbours, whatever is chosen for these, because an exact
 search needs costs that add up. A plan that was found is known as a whole, so that each collective can be started when
-the engine starts it (``engine.fairscale.unit_collectives``): one unit is gathered ahead, one reduction goes on while
-the next gradient is computed, and all share one link. So a unit behind one in slices is gathered beside the last slice
-alone, and a reduction waits for the all-reduce of a large table that came before it.
+the engine starts it (``engine.fairscale.unit_collectives``): two units are gathered ahead, one reduction goes on while
+the next gradient is computed, and all share one link. So a unit behind one in slices is gathered beside the last two
+of them alone, and a reduction waits for the all-reduce of a large table that came before it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_osdp.planning.cost.neighbours import forward_order, with_work_between
-from lightning_osdp.planning.cost.sharding_scopes import ScopeLinks, scope_links
+from lightning_osdp.planning.cost.sharding_scopes import PREFETCHED_UNITS, ScopeLinks, scope_links
 from lightning_osdp.planning.cost.shards import OperatorShards, ShardUnit, shards_of
 from lightning_osdp.planning.cost.step_time import (
     all_reduces_s,
@@ -134,14 +134,11 @@ class _Link:
             if stretch.gather is not None:
                 ends_s = self._started.pop(index) if index in self._started else self._run(stretch.gather.seconds)
                 self._wait_until(ends_s)
-                ahead = following[index]
-                gather = stretches[ahead].gather if ahead is not None else None
-                is_other = ahead is not None and stretches[ahead].unit != stretch.unit  # the same one is freed first
-                if ahead is not None and gather is not None and gather.is_async and is_other:
-                    self._started[ahead] = self._run(gather.seconds)
             if stretch.exchange_s:
                 self._wait_until(self.free_s)
                 self.now_s += stretch.exchange_s
+            if stretch.gather is not None or stretch.exchange_s:
+                self._gather_ahead(stretches, index, following)
             parts = max(1, len(stretch.reductions))
             for part in range(parts):
                 self.now_s += stretch.compute_s / parts
@@ -155,6 +152,17 @@ class _Link:
                 self.between_free_s = max(pending_s, self.between_free_s) + stretch.inter_node_s
         return max(pending_s, all_reduced_s)
 
+    def _gather_ahead(self, stretches: Sequence[_Stretch], index: int, following: Sequence[int | None]) -> None:
+        """Start the gathers of the next units, but for the same unit, which is freed first."""
+        ahead = following[index]
+        for _ in range(PREFETCHED_UNITS):
+            gather = stretches[ahead].gather if ahead is not None else None
+            if ahead is None or gather is None:
+                return
+            if gather.is_async and ahead not in self._started and stretches[ahead].unit != stretches[index].unit:
+                self._started[ahead] = self._run(gather.seconds)
+            ahead = following[ahead]
+
     def _run(self, seconds: float) -> float:
         """Start a collective and return when it ends."""
         self.free_s = max(self.now_s, self.free_s) + seconds
@@ -166,12 +174,13 @@ class _Link:
 
 
 def _following_gathers(stretches: Sequence[_Stretch]) -> list[int | None]:
-    """Return for each stretch the position of the next one that gathers."""
+    """Return for each stretch the position of the next one that gathers; none behind an exchange of activations."""
     following: list[int | None] = []
     ahead: int | None = None
     for index in range(len(stretches) - 1, -1, -1):
         following.append(ahead)
-        ahead = index if stretches[index].gather is not None else ahead
+        if stretches[index].gather is not None or stretches[index].exchange_s:
+            ahead = index if stretches[index].gather is not None else None
     return following[::-1]
 
 

@@ -25,6 +25,9 @@ part, instead of N - 1 rounds of a ring. [M-cost-9]"""
 COALESCE_BYTES = 4 << 20
 """On CPUs, gradients of one unit up to this total are reduced by one collective once all exist. [M-cost-10]"""
 
+PREFETCHED_UNITS = 2
+"""On CPUs, units that are gathered ahead of the one that runs. [M-engine-33]"""
+
 ANY_SIZE = 1 << 62
 """``coalesce_max_bytes`` where a backend reduces several tensors of any size in one call (NCCL)."""
 

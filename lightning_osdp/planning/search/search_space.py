@@ -20,6 +20,7 @@ from lightning_osdp.planning.cost.footprint import COLUMN, footprint
 from lightning_osdp.planning.cost.memory_timeline import Timeline
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints, LineArray
 from lightning_osdp.planning.cost.neighbours import Neighbours, neighbours_of, neighbours_of_slices, operator_key
+from lightning_osdp.planning.cost.sharding_scopes import PREFETCHED_UNITS
 from lightning_osdp.planning.cost.step_time import (
     Beside,
     OverlappedTime,
@@ -235,8 +236,9 @@ class SearchSpace:
     def transient_bytes(self, batch_size: int, accumulation: int) -> Floats:
         """Return the bytes of each option that exist only while its operator runs, (options,)."""
         column = {name: self.footprints[:, index] for name, index in COLUMN.items()}
-        prefetched = column["prefetched_parameters"]
         # Approximation: what is prefetched for, or still in flight from, a neighbour is taken to be equally large.
+        num_ahead = 1 if self.problem.cluster.has_streams else PREFETCHED_UNITS
+        prefetched = np.maximum(0.0, num_ahead * column["prefetched_parameters"] - column["next_slices"])
         backward = self._backward_bytes(batch_size) + prefetched + column["inflight_gradient"]
         if accumulation > 1:  # the new gradient exists next to the accumulated one until it is added
             backward = backward + column["replicated_gradients"]

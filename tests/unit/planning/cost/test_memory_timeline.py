@@ -130,6 +130,25 @@ def test_timeline_prefetch_spans_replicated_operator_in_between() -> None:
     assert (found["transient"] / MIB).tolist() == [0, 0, 0, 2, 2, 4 + 2, 0]
 
 
+def test_timeline_prefetch_holds_two_units_ahead() -> None:
+    names, sizes = ("first", "second", "third", "fourth"), (4, 8, 2, 16)
+    four = model(
+        operators=tuple(operator(*each) for each in zip(names, sizes, strict=True)),
+        moments=tuple(
+            Moment(phase=phase, operator=at, live=LinearInBatch())
+            for phase, order in (("forward", range(4)), ("backward", range(3, -1, -1)))
+            for at in order
+        ),
+    )
+    timeline = Timeline(four, some_cluster(N, reduce_scatter_copy_factor=0.0, **AHEAD), overhead_bytes=0)
+    whole = timeline.curves(unsliced_choices([Mode.ZDP] * 4), 1)
+    assert (whole["gathered"] / MIB).tolist() == [4 + 8 + 2, 8 + 2 + 16, 2 + 16, 16, 16 + 2 + 8, 2 + 8 + 4, 8 + 4, 4, 0]
+    sliced = [ShardingChoice((Mode.ZDP,) * 4, 0) if at == 1 else ShardingChoice((Mode.ZDP,)) for at in range(4)]
+    found = timeline.curves(sliced, 1)
+    # Two slices are ahead of the first operator; of a slice two more, or both operators behind the last one.
+    assert (found["gathered"] / MIB).tolist()[:4] == [4 + 2 + 2, 2 + 2 + 16, 2 + 16, 16]
+
+
 def test_footprint_prefetches_next_slice() -> None:
     choice = ShardingChoice((Mode.ZDP,) * 4, 0)
     usual, found = (
@@ -137,11 +156,8 @@ def test_footprint_prefetches_next_slice() -> None:
         for more in ({}, AHEAD)
     )
     assert (usual.unsharded_while_running, usual.prefetched_parameters, usual.inflight_gradient) == (2 * MIB, 0, 0)
-    assert (found.unsharded_while_running, found.prefetched_parameters, found.inflight_gradient) == (
-        4 * MIB,
-        2 * MIB,
-        2 * MIB,
-    )
+    assert (found.prefetched_parameters, found.prefetched_slice, found.inflight_gradient) == (2 * MIB,) * 3
+    assert (found.unsharded_while_running, found.next_slices) == (2 * MIB + 4 * MIB, 4 * MIB)  # two slices ahead
     assert found.transient == usual.transient + 2 * MIB
     kept = footprint(
         operator("one", 8),
