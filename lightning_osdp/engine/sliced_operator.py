@@ -250,7 +250,8 @@ class SlicedOperator:
         bias = operator._parameters.get("bias")
         if bias is None:
             return None
-        stage = ForwardStage(lambda y: y.add_(bias))
+        # Cast first: where types differ, torch copies both operands into tensors of the wider one, the result as well.
+        stage = ForwardStage(lambda y: y.add_(cast_for_autocast(bias)))
         if bias.numel() >= SMALL_PARAMETER_ELEMENTS:
             make_unit(stage, [bias], mode)
         return stage

@@ -100,6 +100,29 @@ def test_sliced_operator_matches_unsliced_values_and_gradients(kind: str, k: int
         torch.testing.assert_close(ours[name].view(parameter.shape), parameter.grad, **tolerance)
 
 
+class AddedTypes(TorchDispatchMode):
+    """Notes the types of what is added in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add_.Tensor:
+            self.found.append([tensor.dtype for tensor in args[:2]])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [kind for kind, (build, _, _) in KINDS.items() if hasattr(build(), "bias")])
+def test_bias_is_added_in_the_type_of_autocast(kind: str) -> None:
+    """Of two types, torch would copy the whole result into fp32 and back."""
+    build, make_input, dim = KINDS[kind]
+    _, model = apply_split(build(), (Mode.ZDP,) * 2, dim)
+    with torch.autocast("cpu", torch.bfloat16), AddedTypes() as added:
+        model(make_input())
+    assert added.found == ([[torch.bfloat16] * 2] if model.inner.bias is not None else [])
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_sliced_operator_with_other_input_dtype_raises_like_unsliced(dim: int) -> None:
     whole = nn.Linear(IN, OUT)
