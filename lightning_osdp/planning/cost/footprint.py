@@ -57,6 +57,9 @@ class Footprint(NamedTuple, Generic[T]):
     """Bytes per sample that splitting, or tensor parallelism, adds to the traced operator's forward."""
     backward_per_sample: T
     """Bytes per sample that splitting, or tensor parallelism, adds to its backward."""
+    has_partial_gradients: T
+    """1 if products of slices, or of a rank's part, have its gradients one after the other; else 0. These are no bytes.
+    """
     gathered_per_sample: T
     """Bytes per sample of inputs gathered from other ranks, from its forward to its backward (tp)."""
     bucketed: T
@@ -317,14 +320,18 @@ def _checkpoint_bytes(layout: _Layout) -> dict[str, float]:
 def _per_sample_bytes(layout: _Layout) -> dict[str, float]:
     """Return what splitting and tensor parallelism need per sample beyond the traced operator.
 
-    Slices of the input: their input gradients before they are concatenated. Slices of the output: the slices before
-    they are concatenated, and one more input gradient, because it is a sum.
+    Slices of the input: their input gradients before they are concatenated, unless the input is freed before that, as
+    the gradients together are as large as it. Slices of the output: the slices before they are concatenated, and one
+    more input gradient, because it is a sum.
     """
     operator, dim = layout.operator, layout.choice.split_dim
     is_output = dim is not None and dim in operator.output_dims
     exchanged = activation_bytes(operator, layout.choice.tensor_degree)
+    input_gradient = operator.input_per_sample if dim is not None else 0.0
+    is_replaced = operator.frees_input and not is_output
     return {
         "forward_per_sample": exchanged.forward + (operator.output_per_sample if is_output else 0.0),
-        "backward_per_sample": exchanged.backward + (operator.input_per_sample if dim is not None else 0.0),
+        "backward_per_sample": exchanged.backward + (0.0 if is_replaced else input_gradient),
+        "has_partial_gradients": float(exchanged.backward + input_gradient > 0),
         "gathered_per_sample": exchanged.between_passes,
     }

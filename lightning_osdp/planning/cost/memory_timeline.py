@@ -274,7 +274,7 @@ class Timeline:
         released = Intervals(runs.forward.stop, np.maximum(runs.forward.stop, runs.recompute.start))
         yield Held("gathered", released, -own.replicated_casts * is_recomputed)
         # Slices have their gradients one after the other, as products are made of them.
-        is_whole = own.backward_per_sample == 0
+        is_whole = own.has_partial_gradients == 0
         graded = Intervals(np.where(is_whole, runs.with_gradients.start, runs.backward.start), runs.backward.stop)
         yield Held("gathered", graded, -own.casts_before_gradients * runs.has_backward)
         begins = (graded.start, *np.maximum(graded.start, runs.quarters), graded.stop)

@@ -145,6 +145,8 @@ class Operator(FrozenModel):
     """Bytes per sample of the gradient of its input; known if it can be split."""
     output_per_sample: NonNegative = 0.0
     """Bytes per sample of its output; known if it can be split."""
+    frees_input: bool = False
+    """Whether its backward is the last to read its input, which is freed then; known if it can be split."""
     compute_dtype: ComputeDtype = ""
     """Autocast's type if all its large parameters are read by casts to it, or for rows; empty if any is read as it is.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from lightning_osdp.planning.spec.model import (
     ParameterInfo,
 )
 from lightning_osdp.profiling.kernels.kernel import Kernel
-from lightning_osdp.profiling.kernels.sliced_kernels import find_matmul
+from lightning_osdp.profiling.kernels.sliced_kernels import MATMUL_FUNCTIONS, find_matmul
 from lightning_osdp.profiling.tracing.moments import AttributedRecording, fit_moments
 from lightning_osdp.profiling.tracing.optimizer_step import OptimizerTrace
 from lightning_osdp.profiling.tracing.parameter_owners import OwnerScope, find_scopes, named_parameters
@@ -146,7 +146,7 @@ def _build_operators(
     kernels: dict[int, list[Kernel]] = defaultdict(list)
     for kernel in step.kernels():
         kernels[kernel.operator].append(kernel)
-    uses = _count_uses(step.recording)
+    uses, freed = _count_uses(step.recording), _bytes_freed_after_products(step)
     return tuple(
         Operator(
             name=scope.name,
@@ -157,7 +157,9 @@ def _build_operators(
             tied=bool(scope.tied_names),
             compute_dtype=next((dtypes[p] for p in scope.parameters if p in dtypes), ""),
             flops_per_sample=flops_per_sample[index],
-            **_split_fields(scope, modules[scope.name], kernels[index], step.recording, uses, batch_size),
+            **_split_fields(
+                scope, modules[scope.name], kernels[index], step.recording, uses, freed.get(index, set()), batch_size
+            ),
         )
         for index, scope in enumerate(scopes)
     )
@@ -169,9 +171,20 @@ def _split_fields(
     kernels: Sequence[Kernel],
     recording: Recording,
     uses: Counter[int],
+    freed_bytes: Set[int],
     batch_size: int,
 ) -> dict[str, Any]:
-    """Return the fields of an operator that say how it can be split."""
+    """Return the fields of an operator that say how it can be split.
+
+    Args:
+        scope: The operator's scope.
+        module: Its module.
+        kernels: Its kernels.
+        recording: The recorded step.
+        uses: See ``_count_uses``.
+        freed_bytes: See ``_bytes_freed_after_products``.
+        batch_size: Number of samples in the step.
+    """
     if scope.tied_names:
         return {"unsplittable_reason": f"it holds what operators inside have in common: {scope.tied_names}"}
     dims, reason = split_dims(module)
@@ -193,7 +206,28 @@ def _split_fields(
         "output_dims": tuple(dim for dim in dims if dim != input_dim),
         "input_per_sample": matmul.input_bytes / batch_size,
         "output_per_sample": matmul.output_bytes / batch_size,
+        "frees_input": matmul.input_bytes in freed_bytes,
     }
+
+
+def _bytes_freed_after_products(step: AttributedRecording) -> dict[int, set[int]]:
+    """Return the sizes of what the forward has made and each operator's last product in backward frees, by operator."""
+    ops, recording = step.ops, step.recording
+    made = {storage: op for op, storage, sign in recording.events if sign > 0}
+    freed: dict[int, set[int]] = defaultdict(set)
+    for op, storage, sign in recording.events:
+        if sign < 0 and made[storage] >= 0 and ops[made[storage]].phase == "forward":
+            freed[op].add(recording.storage_bytes[storage])
+    products = {
+        owner: index
+        for index, (op, owner) in enumerate(zip(ops, step.owners, strict=True))
+        if op.phase == "backward" and op.func in MATMUL_FUNCTIONS
+    }
+    found: dict[int, set[int]] = {}
+    for owner, product in products.items():
+        stop = next((i for i in range(product, len(ops)) if ops[i].node != ops[product].node), len(ops))
+        found[owner] = {size for op in range(product, stop) for size in freed.get(op, ())}
+    return found
 
 
 def _count_uses(recording: Recording) -> Counter[int]:
