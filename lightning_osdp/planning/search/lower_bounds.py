@@ -58,19 +58,40 @@ class LagrangianBounds:
         self._option_index = np.where(self._is_option, space.first_option[:, None] + index, 0)
 
     def lower_bounds_s(self, times: OptionTimes, batch_size: int, accumulation: int) -> Floats:
-        """Return the seconds of a step that no plan undercuts, for each of the space's ways to recompute, (ways,)."""
+        """Return the seconds of a step that no plan undercuts, for each of the space's ways to recompute, (ways,).
+
+        They are infinite where nothing fits.
+        """
         space = self._space
-        cost = times.total[:, self._option_index]
-        resident = space.resident_bytes(batch_size, accumulation)[..., self._option_index]
+        cost, resident = times.total[:, self._option_index], self._resident_bytes(batch_size, accumulation)
         prices = self._candidate_prices(cost, resident)
         priced = np.where(self._is_option, cost, np.inf) + prices[:, None, None, None, None] * resident
-        least = priced.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(prices), -1)
-        sums = self._moment_counts.operator_counts @ least.T
-        other_bytes = np.maximum(0.0, self._moment_counts.other_bytes.value_at(batch_size))
-        available = space.problem.memory_limit_bytes - other_bytes
+        sums = self._sum_at_moments(priced)
+        limit = space.problem.memory_limit_bytes
+        available = limit - self._other_bytes(batch_size)
         bound = (sums - prices * available[..., None]).max(axis=(0, 2))
+        bound[self.least_bytes(batch_size, accumulation) > limit + 1.0] = np.inf  # a byte for rounding
         recompute_s = space.recompute_masks @ space.recompute_s(batch_size, accumulation)
         return np.asarray(bound + recompute_s + space.unattributed_s(batch_size, accumulation), dtype=np.float64)
+
+    def least_bytes(self, batch_size: int, accumulation: int) -> Floats:
+        """Return the peak that no plan undercuts, for each of the space's ways to recompute, (ways,)."""
+        resident = np.where(self._is_option, self._resident_bytes(batch_size, accumulation), np.inf)
+        least = self._sum_at_moments(resident[None])[..., 0] + self._other_bytes(batch_size)
+        return np.asarray(least.max(axis=0, initial=0.0))
+
+    def _resident_bytes(self, batch_size: int, accumulation: int) -> Floats:
+        """Return the bytes of each group's options, (phases, 2, groups, options)."""
+        return self._space.resident_bytes(batch_size, accumulation)[..., self._option_index]
+
+    def _other_bytes(self, batch_size: int) -> Floats:
+        """Return the bytes that belong to no operator, (moments, ways)."""
+        return np.maximum(0.0, self._moment_counts.other_bytes.value_at(batch_size))
+
+    def _sum_at_moments(self, values: Floats) -> Floats:
+        """Return the sum of all operators' least values at each moment, (moments, ways, rows of ``values``)."""
+        least = values.min(axis=-1).transpose(0, 1, 3, 2).reshape(len(values), -1)
+        return np.asarray(self._moment_counts.operator_counts @ least.T)
 
     def _candidate_prices(self, cost: Floats, resident_bytes: Floats) -> Floats:
         """Return the slopes of the groups' hulls: between two of them a bound is linear in the price."""

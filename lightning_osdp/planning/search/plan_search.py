@@ -112,7 +112,6 @@ class PlanSearch:
         compute = self.wrapped_model.merge_times(problem.compute)
         forced_modes = self.wrapped_model.merge_modes(map(problem.constraints.forced_mode, problem.model.operators))
         self.space = SearchSpace(replace(problem, model=self.wrapped_model.model, compute=compute), forced_modes)
-        self._exchanges = bool((self.space.option_degrees > 1).any())
         self._by_batch_size: dict[tuple[int, int], BatchSizeSearch] = {}
 
     @cached_property
@@ -167,9 +166,10 @@ class PlanSearch:
         """Return the plan of least memory, whatever the limit."""
         search = self.for_batch_size(batch_size, accumulation)
         most_recomputed = int(self.space.recompute_counts.sum(axis=1).argmax())
+        least_bound = int(self.lagrangian_bounds.least_bytes(batch_size, accumulation).argmin())
         candidates = (
             search.to_candidate(options, self.space.recompute_mask(index))
-            for index in sorted({0, most_recomputed})
+            for index in sorted({0, most_recomputed, least_bound})
             for options in search.min_memory_options
         )
         return min(candidates, key=lambda candidate: candidate.peak.max_bytes)
@@ -213,8 +213,7 @@ class PlanSearch:
 
     def min_memory_options_at(self, batch_size: int) -> list[Ints]:
         """Return plans of little memory at one batch size (see the function ``min_memory_options``)."""
-        own = min_memory_options(self.space, batch_size) if self._exchanges else []
-        return [*self.min_memory_options, *own]
+        return [*self.min_memory_options, *min_memory_options(self.space, batch_size)]
 
     def options_of(self, choices: Sequence[ShardingChoice]) -> Ints:
         """Return one option per operator of the space, from one choice per operator of the model."""
@@ -274,7 +273,7 @@ class BatchSizeSearch(OptionCosts):
 
     @cached_property
     def min_memory_options(self) -> list[Ints]:
-        """Plans of little memory; what tensor parallel operators exchange depends on the batch size."""
+        """Plans of little memory; what slices and tensor parallel operators take depends on the batch size."""
         return self.plan_search.min_memory_options_at(self.batch_size)
 
     @cached_property
