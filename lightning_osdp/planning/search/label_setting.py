@@ -85,6 +85,8 @@ def enumerate_plans(problem: LabelProblem, upper_bound_s: float) -> Iterator[Int
     then. Memory that operators do not take one by one is not counted (``Timeline.bytes_per_moment``), so some of the
     plans may not fit.
     """
+    slowest_s = sum(float(problem.time_s[rows].max()) for rows in problem.slices)
+    upper_bound_s = min(upper_bound_s, slowest_s + 1e-6)  # finite, as subgradient steps need it
     prices, bound_s = _lagrange_multipliers(problem, upper_bound_s)
     if bound_s >= upper_bound_s:
         return

@@ -33,9 +33,9 @@ MAX_SOLVES, MAX_HEURISTIC_SOLVES = 12, 3
 BUDGET_STEPS = 2000
 """A change of the budget by less than the memory limit over this is not worth another knapsack."""
 
-SMALL_MODEL, MAX_EXACT_SEARCHES = 64, 4
-"""Up to this number of operators, exact searches improve the best plans of several ways to recompute blocks; above it,
-one improves the very best plan [M-search-1]."""
+SMALL_MODEL = 64
+"""Up to this number of operators, each way to recompute blocks that is tried is searched exactly; above it, the one of
+the best plan [M-search-1]."""
 
 MAX_RECOMPUTE_COUNTS_TRIED = 24
 """Ways to recompute blocks that are tried at one batch size, of those that lower bounds do not exclude."""
@@ -141,6 +141,7 @@ class PlanSearch:
         search = self.for_batch_size(batch_size, accumulation)
         bounds = search.lower_bounds_s
         plans: dict[int, _ScoredPlan] = {}
+        unsolved: list[int] = []
         best_s = np.inf
         for index in np.argsort(bounds, kind="stable").tolist():
             if bounds[index] >= min(upper_bound_s, best_s * (1 - MIN_IMPROVEMENT)):
@@ -148,17 +149,20 @@ class PlanSearch:
             if len(plans) >= (1 if heuristic_only else MAX_RECOMPUTE_COUNTS_TRIED):
                 break
             plan = search.solve_with_recompute(index, MAX_HEURISTIC_SOLVES if heuristic_only else MAX_SOLVES)
-            if plan is not None:
+            if plan is None:
+                unsolved.append(index)
+            else:
                 plans[index] = plan
                 best_s = min(best_s, plan.time_s)
+        if not (heuristic_only and plans):  # where knapsacks find nothing, an exact search still may
+            ranking = sorted(plans, key=lambda index: plans[index].time_s)
+            for index in [*ranking, *unsolved] if len(self.space.group_of) <= SMALL_MODEL else ranking[:1]:
+                known_s = min([upper_bound_s, *(plan.time_s for plan in plans.values())])
+                if bounds[index] < known_s * (1 - MIN_IMPROVEMENT):
+                    plan = search.exact_small_search(self.space.recompute_mask(index), known_s)
+                    plans |= {} if plan is None else {index: plan}
         if not plans:
             return None
-        if not heuristic_only:
-            is_small = len(self.space.group_of) <= SMALL_MODEL
-            ranking = sorted(plans, key=lambda index: plans[index].time_s)
-            for index in ranking[: MAX_EXACT_SEARCHES if is_small else 1]:
-                known_s = min(upper_bound_s, *(plan.time_s for plan in plans.values()))
-                plans[index] = search.exact_small_search(plans[index], self.space.recompute_mask(index), known_s)
         best = min(plans, key=lambda index: plans[index].time_s)
         return search.to_candidate(plans[best].options, self.space.recompute_mask(best), float(bounds.min()))
 
@@ -315,19 +319,14 @@ class BatchSizeSearch(OptionCosts):
         subproblem = KnapsackSubproblem(self, mask, peak)
         return subproblem, BudgetBisection(subproblem.available_bytes(limit), limit // BUDGET_STEPS)
 
-    def exact_small_search(self, plan: _ScoredPlan, recomputed_blocks: Flags, upper_bound_s: float) -> _ScoredPlan:
-        """Return the fastest of all plans if it beats this one and ``upper_bound_s``; models of few operators only."""
+    def exact_small_search(self, recomputed_blocks: Flags, upper_bound_s: float) -> _ScoredPlan | None:
+        """Return the fastest of all plans that beat ``upper_bound_s``, or None; models of few operators only."""
         labels = LabelProblem.create(self, recomputed_blocks)
         if labels is None:
-            return plan
-        limit, is_recomputed = (
-            self.plan_search.problem.memory_limit_bytes,
-            self.space.recompute_flags(recomputed_blocks),
-        )
-        operators_s = float(self.times.total[is_recomputed, plan.options].sum())
-        bound_s = (min(plan.time_s, upper_bound_s) - (plan.time_s - operators_s)) * (1 - 1e-9)
-        faster = (self.score(options, recomputed_blocks) for options in enumerate_plans(labels, bound_s))
-        return next((other for other in faster if other.peak.max_bytes <= limit), plan)
+            return None
+        limit, bound_s = self.plan_search.problem.memory_limit_bytes, upper_bound_s - self._other_s(recomputed_blocks)
+        faster = (self.score(options, recomputed_blocks) for options in enumerate_plans(labels, bound_s * (1 - 1e-9)))
+        return next((plan for plan in faster if plan.peak.max_bytes <= limit), None)
 
     def score(self, options: Ints, recomputed_blocks: Flags) -> _ScoredPlan:
         """Return a plan with its step time and true peak."""
