@@ -152,10 +152,11 @@ def pick_finalist(finalists: Sequence[Finalist]) -> Finalist:
         (index for index, finalist in enumerate(valid) if finalist.rounds_s),
         key=lambda index: (complexity(valid[index].plan), _sample_s(valid[index])),
     )
-    best, *others = ranked or [0]
-    for other in others:
-        is_simpler = complexity(valid[best].plan) < complexity(valid[other].plan)
-        margin_s = max(_spread_s(valid[best]), _spread_s(valid[other])) if is_simpler else 0.0
+    samples_s = [_sample_s(valid[index]) for index in ranked]
+    frontier = [one for at, one in enumerate(ranked) if at == 0 or samples_s[at] < min(samples_s[:at])]
+    best, *others = frontier or [0]
+    for other in others:  # each is less simple and faster than those before it
+        margin_s = max(_spread_s(valid[best]), _spread_s(valid[other]))
         if _sample_s(valid[best]) - _sample_s(valid[other]) > margin_s:
             best = other
     return finalists[best]

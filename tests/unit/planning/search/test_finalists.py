@@ -7,7 +7,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.trial_correction import Trial, plan_key, predict_trial
@@ -80,6 +80,7 @@ def sample_s(finalist: Finalist) -> float:
 
 
 @given(st.lists(st.tuples(st.sampled_from([DP, ZDP, RECOMPUTED, DP_OF_TWO]), ROUNDS), min_size=1, max_size=4))
+@example([(DP, (3.0, 3.0)), (ZDP, (1.0, 2.0, 3.0)), (RECOMPUTED, (2.5, 2.5))])
 def test_pick_finalist_is_never_slower_than_simpler_one_and_fastest_but_for_spread(
     drawn: list[tuple[ExecutionPlan, tuple[float, ...]]],
 ) -> None:
