@@ -361,18 +361,24 @@ def test_select_plan_prefetches_where_compute_hides_enough_communication() -> No
     assert ahead.predicted.peak_memory_bytes <= 60 * MIB
 
 
-@pytest.mark.parametrize("limit_mib", [34, 38, 46])
-def test_select_plan_skips_prefetch_where_larger_batch_size_gains_more(limit_mib: int) -> None:
-    wanted, rule = (
-        replace(overlappable_problem(limit_mib, 0.8, 1.0), constraints=SearchConstraints()),
-        BatchSizePolicy(max_batch_size=64),
-    )
+def test_select_plan_skips_prefetch_where_larger_batch_size_gains_more() -> None:
+    """Slices take memory for each sample, so the limit decides the batch size."""
+    wanted = replace(overlappable_problem(48, 0.3, 1.0), constraints=SearchConstraints(slice_granularity=2))
+    rule = BatchSizePolicy(max_batch_size=64)
     apart, ahead = make_plan(wanted, rule), make_plan(wanted.with_prefetch(), rule)
     assert ahead.cluster.prefetch_max_bytes
     assert 4 < ahead.batch_size < apart.batch_size
     assert ahead.predicted.samples_per_s < apart.predicted.samples_per_s
     plan = select_plan(wanted, rule, [])
     assert (plan.operators, plan.batch_size, plan.cluster.prefetch_max_bytes) == (apart.operators, apart.batch_size, 0)
+
+
+def test_search_goes_on_to_batch_sizes_at_which_plans_with_slices_do_not_fit() -> None:
+    """It ended at 12, since slices take least memory of one sample; whole operators take none for a sample."""
+    given = replace(overlappable_problem(38, 0.8, 1.0), constraints=SearchConstraints())
+    plan = make_plan(given, BatchSizePolicy(max_batch_size=64))
+    assert [point.batch_size for point in plan.frontier][-1] == 64
+    assert all(len(operator.slices) == 1 for operator in plan.operators)
 
 
 def test_with_prefetch_has_no_effect_where_ranks_share_a_node_link() -> None:

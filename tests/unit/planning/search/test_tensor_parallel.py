@@ -48,7 +48,7 @@ def every_plan(search: PlanSearch, batch_size: int) -> list[Candidate]:
     return plans
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     batch_size=st.sampled_from([1, 2, 3, 8, 24]),
     forward_ms=st.sampled_from([0.1, 3.0]),
