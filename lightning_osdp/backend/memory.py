@@ -35,8 +35,8 @@ step to step, and the size of the pages that large ones fill: fields of ``Cluste
 EVALUATION_GROWTH_BYTES = {"cpu": 10 << 20}
 """What kernels leave behind in libraries if evaluation runs them with more rows than training does [M-backend-7]."""
 
-COMPILED_KERNEL_BYTES = {"cpu": 4 * (700 << 10)}
-"""What products with a weight in 16 bits leave behind in libraries, forward and backward, for each shape of one
+COMPILED_KERNEL_BYTES = {"cpu": 3 * (700 << 10)}
+"""What the three products with a weight in 16 bits, of forward and backward, leave behind for each shape of one
 [M-backend-19]."""
 
 CAPPED_USABLE_FRACTION, SINGLE_RANK_USABLE_FRACTION = 0.88, 0.97
