@@ -163,7 +163,7 @@ CAUSES = (
     "- Under a tight limit there is no memory to try a plan, but only the unsharded step, with each gradient freed as "
     "it is made: what sharding and recomputing add to that is the sum of measured parts.",
     "- 4 to 6 ms a step of the loop and the loader are in no prediction.",
-    "- On a CPU, 8 MiB are reserved for what the first steps leave behind (10 where whole checkpoints are saved), 6 "
+    "- On a CPU, 8 MiB are reserved for what the first steps leave behind (11 where whole checkpoints are saved), 6 "
     "MiB after a trial; most models need less, which counts where they are small.",
     "- CUDA is not among these cases: see [GPUs](gpu/training.md#predicted-and-measured).",
 )

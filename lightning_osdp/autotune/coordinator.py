@@ -265,7 +265,7 @@ class PlanningCoordinator:
 
     def _reserved_bytes(self, progress: Progress) -> int:
         between, shapes = self.request.non_training, len(self.model.low_precision_shapes)
-        saves_whole = between.checkpoint_memory == "gathered"
+        saves_whole = between.checkpoint_memory != "nothing"
         return growth_reserve(self.ranks.device, progress, between.has_own_evaluation_batch_size, shapes, saves_whole)
 
     def _fragmentation_margin(self) -> int:

@@ -25,7 +25,7 @@ GROWTH_BYTES: dict[str, dict[Progress, int]] = {
 """What the rest of the start and the first training steps leave behind besides tensors: small heap allocations, objects
 of autograd and of the loops [M-backend-5, M-backend-6]."""
 
-SAVING_GROWTH_BYTES = {"cpu": 2 << 20}
+SAVING_GROWTH_BYTES = {"cpu": 3 << 20}
 """What saving whole checkpoints leaves behind in addition, where the reserve is for a searched plan [M-backend-6]."""
 
 KEPT_BYTES = {"cpu": {"unit_bytes": 16 << 10, "tensor_bytes": 1900, "page_bytes": mmap.PAGESIZE}}

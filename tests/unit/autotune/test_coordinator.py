@@ -143,7 +143,10 @@ def test_memory_budget_reserves_memory_for_kernels_of_each_shape_in_16_bits(monk
     assert own.memory_budget("compiled").estimated == GROWTH_BYTES["cpu"]["compiled"]
 
 
-@pytest.mark.parametrize(("saved", "more"), [("nothing", 0), ("streamed", 0), ("gathered", SAVING_GROWTH_BYTES["cpu"])])
+@pytest.mark.parametrize(
+    ("saved", "more"),
+    [("nothing", 0), ("streamed", SAVING_GROWTH_BYTES["cpu"]), ("gathered", SAVING_GROWTH_BYTES["cpu"])],
+)
 def test_memory_budget_after_search_reserves_memory_for_saving_only_where_checkpoints_are_whole(
     saved: Any, more: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
