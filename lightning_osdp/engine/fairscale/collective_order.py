@@ -211,7 +211,7 @@ class CollectiveOrder:
         if self._asking_steps or kind not in ("forward", "backward"):
             return  # evaluation is planned with memory for no more than one unit
         last, num_gathers = self._last, 0
-        for _ in range(len(self._next)):
+        for _ in range(len(self._next)):  # a bound: what is expected may go round in a circle
             event = self._expect_after(last)
             next_kind, next_unit, indices = _parse(event)
             if next_kind != "reduce":

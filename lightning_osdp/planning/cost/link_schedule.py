@@ -80,7 +80,7 @@ def exposed_communication_s(
     batch_size: int,
     accumulation: int = 1,
 ) -> float:
-    """Return the seconds of an optimizer step in which a rank waits for collectives of parameters and gradients.
+    """Return the seconds of an optimizer step in which a rank waits for collectives, exchanges of activations included.
 
     Args:
         model: the model, operators that share a unit merged into one.
@@ -135,8 +135,7 @@ class _Link:
                 ends_s = self._started.pop(index) if index in self._started else self._run(stretch.gather.seconds)
                 self._wait_until(ends_s)
             if stretch.exchange_s:
-                self._wait_until(self.free_s)
-                self.now_s += stretch.exchange_s
+                self._wait_until(max(self.now_s, self.free_s) + stretch.exchange_s)
             if stretch.gather is not None or stretch.exchange_s:
                 self._gather_ahead(stretches, index, following)
             parts = max(1, len(stretch.reductions))

@@ -181,12 +181,11 @@ def predict_trial(
         recomputed = index in is_recomputed
         own = (operator, choice, parts, times, times.operators[index], batch_size)
         cost = time_cost(*own, recomputed=recomputed, neighbours=neighbours[index])
-        exchange = exchange_time(operator, choice, parts, recomputed=recomputed).value_at(batch_size)
-        total_s += cost.compute_s + (exchange if is_played else cost.communication_s)
+        total_s += cost.compute_s + (0.0 if is_played else cost.communication_s)
         own_s = sum(
             sum(time(operator, choice, parts, recomputed=recomputed)) for time in (communication_time, engine_time)
         )
-        own_s += exchange
+        own_s += exchange_time(operator, choice, parts, recomputed=recomputed).value_at(batch_size)
         added_s.update(dict.fromkeys(calibration_kinds(operator, choice), own_s))
     blocks = zip(model.blocks, times.blocks, strict=False)  # times that were not measured count as zero
     total_s += sum(line.value_at(batch_size) for block, line in blocks if block.name in plan.recomputed)

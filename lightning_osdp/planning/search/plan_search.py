@@ -18,7 +18,7 @@ import numpy as np
 from lightning_osdp.planning.cost.link_schedule import can_be_played, exposed_communication_s
 from lightning_osdp.planning.cost.memory_timeline import Peak
 from lightning_osdp.planning.cost.moments import Flags, Floats, Ints
-from lightning_osdp.planning.cost.step_time import calibration_time, exchange_time
+from lightning_osdp.planning.cost.step_time import calibration_time
 from lightning_osdp.planning.search.label_setting import LabelProblem, enumerate_plans
 from lightning_osdp.planning.search.lower_bounds import LagrangianBounds
 from lightning_osdp.planning.search.search_space import SearchSpace
@@ -200,8 +200,6 @@ class PlanSearch:
         again = {index for block in wrapped.model.blocks if block.name in recomputed for index in block.operators}
         for index, own in enumerate(zip(wrapped.model.operators, choices, strict=True)):
             exposed_s += calibration_time(*own, cluster, recomputed=index in again).total_s(accumulation)
-            exchange = exchange_time(*own, cluster, recomputed=index in again)
-            exposed_s += accumulation * exchange.value_at(size)
         return replace(candidate, communication_s=exposed_s)
 
     def lower_bound_s(self, batch_size: int, accumulation: int = 1) -> float:

@@ -76,8 +76,8 @@ def test_exposed_communication_is_what_a_plan_waits_for(choices: tuple[ShardingC
     assert exposed_s(chain(4, 4), choices, seconds(2.0, 2.0)) == pytest.approx(expected_s)
 
 
-def test_a_unit_behind_one_in_slices_is_gathered_beside_the_last_slice_alone() -> None:
-    """Four slices of 1 MiB, computed in 1 s each, then 4 MiB: 1 s of their gather is hidden, not 4."""
+def test_a_unit_behind_one_in_slices_waits_for_the_gathers_of_all_slices() -> None:
+    """Four slices are gathered and computed in 1 s each, then 4 MiB: 1 s of their gather is hidden, not 4 s."""
     model, compute = chain(4, 4), seconds(4.0, 4.0)
     forward_s = 1 + (4 - 1)  # the first slice's gather, and what the last slice leaves of the next unit's
     backward_s = (4 - 2) + 1  # what a slice's backward leaves of the unit's reduction, and the last slice's own
