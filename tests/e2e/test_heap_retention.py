@@ -117,7 +117,7 @@ def test_retained_heap_reduces_page_faults(runs: list[dict[str, Any]]) -> None:
         usual, kept, short = (min(each[0] for each in found[name][1]) for name in ("usual", "kept", "short"))
         assert usual > ACTIVATIONS // 4096
         # Not none: where small blocks lie in between, a tensor finds no stretch of the heap, which has a bound.
-        assert kept < 0.9 * usual
+        assert kept < 0.5 * usual
         assert short < usual - SHORT_BYTES // 2 // 4096
         assert [keeps for _, _, keeps in found["usual"][1]] == [False] * STEPS
         assert [keeps for _, _, keeps in found["kept"][1]][2:] == [True] * (STEPS - 2)

@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from lightning_osdp.planning.cost.footprint import Footprint
 
 HEAP_GROWTH = 0.5
-"""Planned size of a heap that retains freed tensors, beyond the live ones, as a fraction of what a step frees: freed
+"""Least size of a heap that retains freed tensors, beyond the live ones, as a fraction of what a step frees: freed
 tensors seldom have the size of the next ones. In training it grows step by step within the limit. [M-cost-5]"""
+
+AMPLE_HEAP_GROWTH = 1.0
+"""The same where the memory limit leaves room for it: hardly a page is new in a step then. [M-cost-14]"""
 
 HEAP_LIMIT_MARGIN = 0.02
 """Fraction of the memory limit that a retained heap leaves free: in use it goes on to grow by some MiB.

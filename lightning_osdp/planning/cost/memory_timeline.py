@@ -31,7 +31,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_osdp.planning.cost.cpu_effects import HEAP_LIMIT_MARGIN, NO_RETENTION, HeapModel, prefetch_held
+from lightning_osdp.planning.cost.cpu_effects import (
+    AMPLE_HEAP_GROWTH,
+    HEAP_GROWTH,
+    HEAP_LIMIT_MARGIN,
+    NO_RETENTION,
+    HeapModel,
+    prefetch_held,
+)
 from lightning_osdp.planning.cost.footprint import COLUMN, Footprint, as_rows, footprint
 from lightning_osdp.planning.cost.moments import (
     NOT_RECOMPUTED,
@@ -82,12 +89,16 @@ class Peak:
         """Largest memory in steps and between them."""
         return max(self.total_bytes, self.saving_bytes, self.evaluation_bytes)
 
-    def with_bounded_heap(self, limit_bytes: int) -> Peak:
-        """Return what a step takes that fits ``limit_bytes``: a heap does not grow into the last part of the limit."""
-        excess = self.total_bytes - (1 - HEAP_LIMIT_MARGIN) * limit_bytes
-        if excess <= 0 or self.total_bytes > limit_bytes:
+    def with_heap_within(self, limit_bytes: int) -> Peak:
+        """Return the peak with a retained heap that is as large as is useful, up to the last part of ``limit_bytes``.
+
+        A peak above the limit stays as it is.
+        """
+        if not self.heap or self.total_bytes > limit_bytes:
             return self
-        return replace(self, heap=max(0.0, self.heap - excess))
+        freed = self.gradients + self.gathered + self.transient + self.activations
+        room = (1 - HEAP_LIMIT_MARGIN) * limit_bytes - (self.total_bytes - self.heap)
+        return replace(self, heap=max(0.0, min(self.heap + (AMPLE_HEAP_GROWTH - HEAP_GROWTH) * freed, room)))
 
 
 class Timeline:

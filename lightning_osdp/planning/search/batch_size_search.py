@@ -89,7 +89,7 @@ def search_batch_sizes(
         BatchSizePoint(
             batch_size=c.batch_size,
             samples_per_s=pace * c.samples_per_s,
-            peak_memory_bytes=c.peak.with_bounded_heap(problem.memory_limit_bytes).total_bytes,
+            peak_memory_bytes=c.peak.with_heap_within(problem.memory_limit_bytes).total_bytes,
         )
         for c in candidates
     )
@@ -253,7 +253,7 @@ def to_plan(
     chosen = search.evaluate_choices(chosen.choices, chosen.batch_size, chosen.accumulation, chosen.recomputed)
     model, rationale = problem.model, explain_choices(search, chosen, wrap_search.unwrapped)
     chosen = search.played(chosen)
-    chosen = replace(chosen, peak=chosen.peak.with_bounded_heap(problem.memory_limit_bytes))
+    chosen = replace(chosen, peak=chosen.peak.with_heap_within(problem.memory_limit_bytes))
     return ExecutionPlan(
         model=ModelIdentity(
             fingerprint=model.fingerprint, num_parameters=model.num_parameters, flops_per_sample=model.flops_per_sample

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.cpu_effects import (
+    AMPLE_HEAP_GROWTH,
     HEAP_GROWTH,
     HEAP_LIMIT_MARGIN,
     MAX_MMAP_THRESHOLD,
@@ -36,6 +37,7 @@ from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.model import LinearInBatch, NonTrainingWork, OptimizerStep
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.search_record import PeakMoment
 from lightning_osdp.report.diff import diff
 from lightning_osdp.report.explain import explain
 from lightning_osdp.report.tables import plan_table
@@ -61,6 +63,10 @@ def problem(limit_mib: float = ROOMY, share: float = 0.75) -> Problem:
 def trial_of(plan: ExecutionPlan, times: ComputeTimes, factor: float = 1.0) -> Trial:
     expected = predict_trial(MODEL, times, plan.cluster, plan, plan.batch_size)
     return expected.model_copy(update={"measured_s": factor * expected.measured_s, "plan": plan.without_alternatives()})
+
+
+def freed_bytes(peak: PeakMoment) -> int:
+    return sum(getattr(peak, name) for name in FREED)
 
 
 def test_timeline_retained_heap_grows_within_step_and_not_between_steps() -> None:
@@ -91,9 +97,9 @@ def test_select_plan_with_ample_memory_retains_heap_and_explains_it() -> None:
     assert (plan.retain_freed_memory, usual.retain_freed_memory) == (True, False)
     assert plan.peak is not None
     # the largest gradient is of 4 MiB, the largest activation of 2 a sample
-    freed = plan.peak.gradients + plan.peak.gathered + plan.peak.transient + plan.peak.activations
+    freed = freed_bytes(plan.peak)
     assert plan.predicted.heap_headroom_bytes == 6 * MIB
-    assert plan.peak.heap == pytest.approx(HEAP_GROWTH * freed + 6 * MIB)
+    assert plan.peak.heap == pytest.approx(AMPLE_HEAP_GROWTH * freed + 6 * MIB)
     assert plan.predicted.peak_memory_bytes == usual.predicted.peak_memory_bytes + plan.peak.heap
     assert plan.predicted.step_time_s < usual.predicted.step_time_s
     assert ExecutionPlan.from_json(plan.to_json()) == plan
@@ -113,10 +119,11 @@ def test_plan_table_says_when_freed_tensors_are_retained() -> None:
 
 
 def test_select_plan_releases_heap_where_retention_does_not_fit() -> None:
-    needed_mib, grown_mib = (
-        make_plan(each, ONE).predicted.peak_memory_bytes / MIB for each in (problem(), problem().with_retained_heap())
-    )
-    assert grown_mib > needed_mib + 5
+    usual, grown = (make_plan(each, ONE) for each in (problem(), problem().with_retained_heap()))
+    assert grown.peak is not None
+    least_heap = grown.peak.heap - (AMPLE_HEAP_GROWTH - HEAP_GROWTH) * freed_bytes(grown.peak)
+    grown_mib = (usual.predicted.peak_memory_bytes + least_heap) / MIB
+    assert least_heap > 5 * MIB
     for limit_mib, kept in ((grown_mib - 0.1, False), (grown_mib + 0.1, True)):
         plan = select_plan(problem(limit_mib, share=0.9), ONE, [])  # it does not pay to shard for that
         assert plan.retain_freed_memory == kept
@@ -138,12 +145,21 @@ def test_retained_heap_is_predicted_to_leave_its_margin_of_limit_free() -> None:
         assert plan.predicted.heap_headroom_bytes == roomy.predicted.heap_headroom_bytes
 
 
-def test_peak_with_bounded_heap_leaves_live_tensors_and_what_does_not_fit() -> None:
+def test_peak_with_heap_within_limit_leaves_live_tensors_and_what_does_not_fit() -> None:
     parts = {"states": 50.0, "gradients": 0.0, "gathered": 0.0, "transient": 0.0, "activations": 40.0, "overhead": 6.0}
     peak = Peak("", heap=3.0, **parts)
-    assert peak.with_bounded_heap(100).heap == 2.0
-    assert replace(peak, activations=43.0, heap=0.0).with_bounded_heap(100).total_bytes == 99
-    assert peak.with_bounded_heap(98) == peak
+    assert peak.with_heap_within(100).heap == 2.0
+    assert replace(peak, activations=43.0, heap=0.0).with_heap_within(100).total_bytes == 99
+    assert replace(peak, heap=0.0).with_heap_within(1000).total_bytes == 96
+    assert peak.with_heap_within(98) == peak
+
+
+@pytest.mark.parametrize(
+    ("limit", "heap"), [(110, 0.98 * 110 - 96), (1000, 3.0 + 40 * (AMPLE_HEAP_GROWTH - HEAP_GROWTH))]
+)
+def test_peak_with_heap_within_limit_takes_the_room_that_there_is(limit: int, heap: float) -> None:
+    parts = {"states": 50.0, "gradients": 10.0, "gathered": 5.0, "transient": 5.0, "activations": 20.0, "overhead": 6.0}
+    assert Peak("", heap=3.0, **parts).with_heap_within(limit).heap == pytest.approx(heap)
 
 
 def test_select_plan_with_little_time_searches_first_what_promised_most() -> None:
