@@ -128,7 +128,7 @@ class RankAgreement:
         self._store.set(f"request/{self._rank}", json.dumps({"position": position, **asdict(request)}))
         if self._store.add(f"arrived/{position}", 1) == self._size:
             self._publish_decision(position)
-        elif not self._wait_for_decision(position, request):
+        elif not self._wait_or_withdraw(position, request):
             self._store.delete_key(f"arrived/{position}")
             with self._lock:  # those that went on ask at their next step: this rank, too, until all have met
                 self._position += 1
@@ -188,6 +188,17 @@ class RankAgreement:
         self._store.set(f"decision/{position}", json.dumps(decision))
         for done in (f"arrived/{position}", f"decision/{self._last_decision}"):
             self._store.delete_key(done)
+
+    def _wait_or_withdraw(self, position: int, request: Request) -> bool:
+        """Return as ``_wait_for_decision``. A rank that can't go on asks no more: its user may handle the error."""
+        try:
+            return self._wait_for_decision(position, request)
+        except ShardingError:
+            with suppress(RuntimeError):  # the store has ended with rank 0
+                is_last = self._store.add(f"arrived/{position}", -1) == self._size - 1
+                if is_last or self._store.check([f"decision/{position}"]):  # all have come in the meantime
+                    return True
+            raise
 
     def _wait_for_decision(self, position: int, request: Request) -> bool:
         """Return True once the decision is there, and False if another rank has passed this step without asking."""
@@ -273,7 +284,8 @@ class _Inquiry:
 
 ADVICE = (
     "Operators whose weights are sharded must run on all ranks: run the model on every rank equally often, also to log "
-    "a sample or to generate, and let one rank use the result"
+    "a sample or to generate, call state_dict() or strategy.summon_full_params() on all of them, too, and let one rank "
+    "use the result"
 )
 """What to do where ranks differ."""
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from argparse import Namespace
 from bisect import bisect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, MutableMapping
+from copy import copy
+from dataclasses import dataclass, is_dataclass
+from numbers import Integral
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +20,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.report import tables
+
+BATCH_SIZE_NAME = re.compile(
+    r"(micro|local|train|training)?_?(per_(device|gpu|rank)_)?(train_)?(batch_?size|bs)(_?per_(device|gpu|rank))?", re.I
+)
+"""Names of hyperparameters that mean a rank's batch size in training."""
+
+EVALUATION_NAME = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|predict|inference)", re.I)
+"""Names of hyperparameters that hold what is not about training."""
+
+MAX_DEPTH = 6
+"""Levels of hyperparameters in which it is looked for."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +157,32 @@ def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPla
 
 
 def update_hyperparameters(trainer: pl.Trainer, before: int, after: int) -> None:
-    """Set ``batch_size`` in the hyperparameters that loggers and checkpoints get, where it was the loader's."""
+    """Set the batch size in the hyperparameters that loggers and checkpoints get, where it was the loader's.
+
+    Names such as ``batch_size``, ``train_bs`` and ``data.batch_size`` mean it; ``val.batch_size`` does not.
+    """
     for holder in (trainer.lightning_module, trainer.datamodule):  # type: ignore[attr-defined]
         for name in ("_hparams", "_hparams_initial"):
             values = getattr(holder, name, None)
-            if values is not None and values.get("batch_size") == before:
-                values["batch_size"] = after
+            if isinstance(values, MutableMapping):
+                values.update(_with_batch_size(values, before, after))
+
+
+def _with_batch_size(value: Any, before: int, after: int, depth: int = 0) -> Any:
+    """Return hyperparameters with the new batch size: copies of all that contain it, which may be the user's own."""
+    is_object = isinstance(value, Namespace | SimpleNamespace) or (is_dataclass(value) and hasattr(value, "__dict__"))
+    if depth > MAX_DEPTH or isinstance(value, type) or not (is_object or isinstance(value, MutableMapping)):
+        return value
+    changes = {}
+    for name, own in (vars(value) if is_object else value).items():
+        if isinstance(own, Integral):
+            new: Any = after if own == before and BATCH_SIZE_NAME.fullmatch(str(name)) else own
+        else:
+            new = own if EVALUATION_NAME.search(str(name)) else _with_batch_size(own, before, after, depth + 1)
+        if new is not own:
+            changes[name] = new
+    if not changes:
+        return value
+    copied = copy(value)
+    (vars(copied) if is_object else copied).update(changes)
+    return copied

@@ -40,6 +40,7 @@ from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, N
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
+from lightning_osdp.profiling.tracing.isolation import restored
 from lightning_osdp.strategy import arguments
 from lightning_osdp.strategy.callback import OSDPCallback, find_own_callback
 from lightning_osdp.strategy.planning_options import PlanningOptions
@@ -81,7 +82,7 @@ def plan(
 
     Args:
         module: the module to train. It stays as it is; what it builds in ``configure_model`` is built on the meta
-            device and takes no memory.
+            device, takes no memory, and is taken away again.
         data: a LightningDataModule or a data loader; None for the module's own ``train_dataloader``.
         devices: number of devices: all in all with ``hardware`` (None: all it has), per node with a ``cluster``.
         hardware: a name such as ``"h100-80gb-nvlink"``, or the path of a hardware file.
@@ -183,7 +184,7 @@ def _plan_for_hardware(
 def _run(
     module: pl.LightningModule, data: Any, trainer_args: dict[str, Any], device: torch.device, work: Callable[..., Any]
 ) -> Any:
-    """Return what ``work`` makes of a Trainer in ``Strategy.setup``; modules belong to the same Trainer afterwards."""
+    """Return what ``work`` makes of a Trainer in ``Strategy.setup``; module and data are as before afterwards."""
     strategy = PlanOnlyStrategy(device, work)
     accelerator = "cuda" if device.type == "cuda" else "cpu"
     own = {name: value for name, value in trainer_args.items() if name not in ("callbacks", "accelerator")}
@@ -199,7 +200,8 @@ def _run(
         is_datamodule = isinstance(data, pl.LightningDataModule)
         before = module._trainer, data.trainer if is_datamodule else None
         try:
-            trainer.fit(module, datamodule=data) if is_datamodule else trainer.fit(module, data)
+            with restored(module, *[data] * is_datamodule):  # training has to build what has values
+                trainer.fit(module, datamodule=data) if is_datamodule else trainer.fit(module, data)
         finally:
             module.trainer = before[0]
             if is_datamodule:
@@ -339,8 +341,16 @@ class PlanOnlyStrategy(SingleDeviceStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Make the tensors of ``configure_model`` without memory: a plan needs their shapes alone."""
-        with torch.device("meta"), self.precision_plugin.tensor_init_context():
-            yield
+        try:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        except (RuntimeError, TypeError) as error:  # of item(), tolist(), numpy(), a copy to the host
+            if "meta" not in str(error):
+                raise
+            raise ConfigurationError(
+                f"configure_model reads values of tensors, which a plan builds without any: {format_error(error)}. "
+                "Make those on the host, as torch.linspace(..., device='cpu') does, or build the module in __init__"
+            ) from error
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

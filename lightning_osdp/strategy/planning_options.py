@@ -158,11 +158,19 @@ class PlanningOptions:
         return replace(context, tensor_degrees=USUAL_DEGREES if cluster is None else tensor_degrees(cluster))
 
     def policy_with_kept_sizes(self, trainer: pl.Trainer, batch_size: int, num_ranks: int) -> BatchSizePolicy:
-        """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``."""
+        """Return the requested batch sizes, where ``"keep"`` means those of a data loader that gives ``batch_size``.
+
+        Raises:
+            ConfigurationError: the batch size is fixed, and above its maximum.
+        """
         accumulation = arguments.validate_positive("accumulate_grad_batches", trainer.accumulate_grad_batches)
         policy = replace(self.policy, accumulation=accumulation or 1)
         if self.batch_size == "keep":
             policy = replace(policy, batch_size=batch_size)
+        fixed, largest = policy.batch_size, policy.max_batch_size
+        if fixed is not None and largest is not None and fixed > largest:
+            text = f"batch_size={self.batch_size!r} is {fixed} per device, more than max_batch_size={largest}"
+            raise ConfigurationError(f"{text}: give one of both")
         if self.global_batch_size == "keep":
             policy = replace(policy, global_batch_size=batch_size * num_ranks * policy.accumulation)
         return policy

@@ -27,6 +27,7 @@ LIKE_DDP: list[tuple[type[Net], str]] = [
     (scenarios.RunsAlone, "zdp"),
     (scenarios.RunsAlone, "mixed"),
     (scenarios.Sampler, "zdp"),
+    (scenarios.ReadsAlone, "zdp"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_osdp import OSDPStrategy
+from lightning_osdp import OSDPStrategy, ShardingError
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from tests.support.models import modes_for, wrap_blocks
 from tests.support.modules import trainer
@@ -174,6 +175,15 @@ class RunsAlone(Net):
 
     def val_dataloader(self) -> Any:
         return self.train_dataloader()
+
+
+class ReadsAlone(Net):
+    """One rank alone asks for the weights, and trains on where it can't have them."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.differs and self.global_step == 3:
+            with suppress(ShardingError):
+                self.state_dict()
 
 
 class OwnCollective(Net):

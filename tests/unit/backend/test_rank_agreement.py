@@ -180,3 +180,12 @@ def test_64_ranks_agree_with_few_requests_each_however_long_one_is_late(monkeypa
         agreement.close()
     assert counts["get"] <= RANKS  # of the decision: no rank reads what each of the others says
     assert counts["multi_get"] < (seconds / 0.14 + 1) * RANKS
+
+
+def test_rank_that_has_given_up_goes_on_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    agreements, _ = agreements_of_threads(monkeypatch)
+    agreements[0]._timeout_s = 0.1
+    with pytest.raises(ShardingError, match="timed out: rank 0 reads a weight, and other ranks did not come"):
+        agreements[0].ask(Request("access", "", "reads a weight"))  # and its user handles the error
+    agreements[0]._timeout_s = 60.0
+    assert {decision.event for decision in ask_all(agreements)} == {"63"}

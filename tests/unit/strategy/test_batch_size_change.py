@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
 import pytest
 
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
-from lightning_osdp.strategy.batch_size_change import Epoch, describe_change
+from lightning_osdp.strategy.batch_size_change import Epoch, describe_change, update_hyperparameters
 from tests.support.models import hand_made_plan
 
 
@@ -96,3 +102,33 @@ def test_candidates_end_with_the_largest_allowed() -> None:
     assert sizes[-2:] == [30, 33]
     assert sizes == sorted(set(sizes))
     assert [size for size, _ in BatchSizePolicy(max_batch_size=1).candidates(1)] == [1]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The part of a configuration that is about data."""
+
+    per_device_train_batch_size: int = 4
+    val_batch_size: int = 4
+
+
+def test_hyperparameters_say_the_batch_size_that_is_trained_under_any_name_and_the_users_own_objects_stay() -> None:
+    class Module(pl.LightningModule):
+        def __init__(
+            self, batch_size: int, train_bs: int, val_bs: int, rows: int, cfg: Any, data: Any, args: Any
+        ) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    cfg = {"data": {"batch_size": 4, "batch_size_per_gpu": 3}, "val": {"batch_size": 4}, "layers": [4]}
+    args = Namespace(micro_batch_size=4, eval_batch_size=4)
+    module = Module(4, 4, 4, 4, cfg, DataConfig(), args)
+    trainer: Any = SimpleNamespace(lightning_module=module, datamodule=None)
+    update_hyperparameters(trainer, 4, 10)
+    for saved in (module.hparams, module.hparams_initial):
+        assert [saved[name] for name in ("batch_size", "train_bs", "val_bs", "rows")] == [10, 10, 4, 4]
+        assert saved["cfg"] == cfg | {"data": {"batch_size": 10, "batch_size_per_gpu": 3}}
+        assert saved["data"] == DataConfig(per_device_train_batch_size=10)
+        assert saved["args"] == Namespace(micro_batch_size=10, eval_batch_size=4)
+    assert cfg["data"] == {"batch_size": 4, "batch_size_per_gpu": 3}
+    assert args.micro_batch_size == 4

@@ -90,6 +90,12 @@ def test_plan_for_hardware_keeps_batch_size_of_loader() -> None:
     assert plan.global_batch_size == 8
 
 
+def test_plan_of_fixed_batch_size_above_its_maximum_names_both() -> None:
+    words = "batch_size='keep' is 16 per device, more than max_batch_size=8: give one of both"
+    with pytest.raises(ConfigurationError, match=words):
+        plan_for_hardware(GPTModule(), loader(32, 16), batch_size="keep")
+
+
 @pytest.mark.parametrize(("min_steps", "largest"), [(4, 5), (1, 8), (100, 2)])
 def test_plan_for_hardware_leaves_an_epoch_its_steps(min_steps: int, largest: int) -> None:
     plan = plan_for_hardware(GPTModule(), loader(32, 2), min_steps_per_epoch=min_steps)
@@ -229,6 +235,35 @@ def test_plan_of_model_built_in_configure_model_takes_no_memory_for_it() -> None
     plan = lightning_osdp.plan(LargeInConfigureModel(), hardware="h100-80gb-nvlink", devices=8, max_batch_size=4)
     assert plan.model.num_parameters > 6.9e9
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < (1 << 20)  # KiB: less than 1 GiB more
+
+
+class SmallInConfigureModel(LargeInConfigureModel):
+    """Its layers are made with weights of its own, and where ``reads`` is set it asks for a tensor's value."""
+
+    reads = False
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.rates = [rate.item() for rate in torch.linspace(0, 1, 3)] if self.reads else []
+            self.net = nn.Sequential(nn.Linear(8192, 2))
+            nn.init.ones_(self.net[0].weight)
+
+
+def test_plan_takes_away_what_configure_model_has_built_without_values() -> None:
+    module = SmallInConfigureModel()
+    lightning_osdp.plan(module, hardware="h100-80gb-nvlink", devices=2, batch_size="keep")
+    assert not list(module.parameters())
+    module.configure_model()
+    assert bool((module.net[0].weight == 1.0).all())
+
+
+def test_plan_of_configure_model_that_reads_values_says_what_to_do() -> None:
+    module = SmallInConfigureModel()
+    module.reads = True
+    with pytest.raises(
+        ConfigurationError, match=r"configure_model reads values .* torch.linspace\(\.\.\., device='cpu'\)"
+    ):
+        lightning_osdp.plan(module, hardware="h100-80gb-nvlink", devices=2, batch_size="keep")
 
 
 def test_str_of_plan_is_its_table_and_notebooks_show_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
