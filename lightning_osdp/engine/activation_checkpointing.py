@@ -1,9 +1,10 @@
 """Blocks whose activations are not stored: their forward runs again when the backward pass reaches them.
 
 torch's non-reentrant checkpoint does it: one graph, so each parameter receives its gradient once; keyword arguments,
-nested outputs, inputs without gradient, autocast and the random state are as in the first run. So are the random
-numbers of Python and NumPy, which torch does not keep. What FairScale's units need for it is in ``fairscale/unit.py``
-(Note [a forward inside the backward]), so models that bring their own checkpointing of this kind work as well.
+nested outputs, inputs without gradient, autocast and the random state are as in the first run. So are what torch does
+not keep: the random numbers of Python and NumPy, and caches of keys and values, which the first run fills. What
+FairScale's units need for it is in ``fairscale/unit.py`` (Note [a forward inside the backward]), so models that bring
+their own checkpointing of this kind work as well.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_osdp.engine.key_value_cache import copy_caches
 from lightning_osdp.engine.replaced_method import replace_method
 from lightning_osdp.errors import ShardingError
 
@@ -26,13 +28,15 @@ def checkpoint_block(block: nn.Module) -> Callable[[], None]:
     """Have ``block`` store only its inputs when it runs with gradients. Return a function that undoes it."""
     own_forward, forward = vars(block).get("forward"), block.forward
 
-    def run_forward(*packed: Any) -> Any:
-        *args, kwargs = packed
-        return forward(*args, **kwargs)
-
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        first, (args, kwargs) = [(args, kwargs)], copy_caches(args, kwargs)
+
+        def run_forward(*packed: Any) -> Any:
+            own, named = first.pop() if first else copy_caches(packed[:-1], packed[-1])
+            return forward(*own, **named)
+
         # Keyword arguments become a positional one: there checkpoint looks for the device whose random state it keeps.
         outputs = checkpoint(run_forward, *args, kwargs, use_reentrant=False, context_fn=_keep_random_numbers)
         torch.clear_autocast_cache()  # which would hold casts of the block's weights until the whole forward ends

@@ -74,17 +74,22 @@ def _scope_leak(found: _Followed, row: Call, scope: Call) -> str:
         return "an argument without a row for each sample is each rank's own"
     if any(isinstance(leaf, UnknownNumber) for leaf in leaves):
         return "an argument is a number that .item() reads from a tensor"
-    if kind := unknown_argument((scope.args, scope.kwargs)):
+    if kind := unknown_argument((scope.args, scope.kwargs), scope.module):
         return f"an argument is a {kind}, which may hold anything"
+    if scope.is_cache_read:
+        return "what it puts in a cache is read later"
     if not arguments.isdisjoint(scope.outputs):
         return "it returns its argument"
     if any(not arguments.isdisjoint(event.read_storages) for event in flow.events[row.stop : scope.stop]):
         return "its arguments are used after the row"
+    own = found.cut | found.inside | arguments
     for event in flow.events[found.start : row.start]:  # results of a slice that nothing reads may be for a log
+        is_moved = event.func.overloadpacket is aten._to_copy and event.read_storages.isdisjoint(own)
         is_lost = (
             event.written_storages
             and event.written_storages <= found.inside
             and event.written_storages.isdisjoint(row.inputs)
+            and not is_moved  # as a cache moves the length of its window
         )
         if is_lost and event.written_storages.isdisjoint(flow.last_reads):
             return f"nothing uses the result of {_function_name(event)}"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.key_value_cache import describe_unused, is_dynamic_cache, only_own_layer
 from lightning_osdp.engine.splittable import matrix_input_dim
 from lightning_osdp.engine.tensor_parallel.inner_features import SeenFunctions
 from lightning_osdp.errors import message_of
@@ -217,7 +218,10 @@ class PlayedModule:
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if type(value) is dict:
             return {key: again(each) for key, each in value.items()}
-        return value if isinstance(value, ATOMS) or not _holds_tensors(value) else self._empty_like(value)
+        if is_dynamic_cache(value) and describe_unused(value, self.scene.scope):
+            return only_own_layer(value, self.scene.scope)
+        is_kept = isinstance(value, ATOMS) or not (is_dynamic_cache(value) or _holds_tensors(value))
+        return value if is_kept else self._empty_like(value)
 
     def _argument(self, tensor: Tensor, rank: int, generator: torch.Generator) -> Tensor:
         shape = [SHORT if size == self.long_dim else size for size in tensor.shape]

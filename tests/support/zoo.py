@@ -108,6 +108,14 @@ def gpt2(width: int = 32, layers: int = 2, vocabulary: int = 96, length: int = 1
     return ZooModule(transformers.GPT2LMHeadModel(config), _tokens(vocabulary, length))
 
 
+def with_cache(module: ZooModule) -> ZooModule:
+    """Let a model of transformers make a cache of keys and values, which is the default of its configuration."""
+    for each in module.modules():
+        if hasattr(each, "config"):
+            each.config.use_cache = True
+    return module
+
+
 def llama(width: int = 32, layers: int = 2, vocabulary: int = 96, length: int = 12, **config: Any) -> ZooModule:
     """Rotary positions, RMSNorm, gated MLP, untied head."""
     sizes = {

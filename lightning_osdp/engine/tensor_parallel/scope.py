@@ -2,6 +2,11 @@
 
 Its tensors with one entry for each sample are gathered. All others have to be alike on all ranks; where arguments
 differ, or can't be told apart, each rank runs the module for itself with whole weights.
+
+Note [caches]: a cache of keys and values does not matter while the module's layer of it is empty. A run with slices
+leaves this rank's heads of all samples there, guarded as all that is between the operators (``inner_features``). Nobody
+read them in the traced step, and who does so later is refused, also if the cache is given to another run. Without
+gradients (``generate``) a cache is there to be read, so that such runs have whole weights.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_osdp.engine.key_value_cache import describe_unused, is_dynamic_cache
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
 from lightning_osdp.engine.tensor_parallel.inner_features import tensors_in
 from lightning_osdp.engine.tensor_parallel.operator import TensorOperator
@@ -70,7 +76,7 @@ class ScopeUnit(PairUnit):
         found = None if first is None else self._find_rows(tensors, first)
         gathered = found or []
         needed = sum(1 << index for index, tensor in enumerate(gathered) if tensor.requires_grad)
-        alike = "" if found is None or self._shows_slices else _describe_call((args, kwargs), gathered)
+        alike = "" if found is None or self._shows_slices else _describe_call((args, kwargs), gathered, self._module)
         run, _ = self.start([0 if first is None else len(first)], alike, needed, gathered[0] if gathered else None)
         self._run, self._input = run, first
         if not isinstance(run, SlicedRun):
@@ -134,14 +140,14 @@ def _has_rows(tensor: Tensor, samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == samples and not isinstance(tensor, nn.Parameter)
 
 
-def _describe_call(arguments: Any, gathered: Sequence[Tensor]) -> str:
+def _describe_call(arguments: Any, gathered: Sequence[Tensor], module: nn.Module) -> str:
     """Return what has to be equal on all ranks, or nothing if there is an object that may hold anything."""
-    parts = list(_describe(arguments, {id(tensor) for tensor in gathered}))
+    parts = list(_describe(arguments, {id(tensor) for tensor in gathered}, module))
     return "" if None in parts else " ".join(map(str, parts))
 
 
-def _describe(value: Any, gathered: Container[int]) -> Iterator[object]:
-    """Yield what describes arguments; None for an object that may hold anything."""
+def _describe(value: Any, gathered: Container[int], module: nn.Module) -> Iterator[object]:
+    """Yield what describes arguments of a module; None for an object that may hold anything."""
     if isinstance(value, Tensor):
         has_rows = id(value) in gathered
         yield (value.dtype, value.shape[1:] if has_rows else value.shape, value.dim())
@@ -149,21 +155,28 @@ def _describe(value: Any, gathered: Container[int]) -> Iterator[object]:
     elif isinstance(value, list | tuple):
         yield type(value).__name__
         for each in value:
-            yield from _describe(each, gathered)
+            yield from _describe(each, gathered, module)
     elif type(value) is dict:
         for key, each in value.items():
             yield key
-            yield from _describe(each, gathered)
+            yield from _describe(each, gathered, module)
+    elif is_dynamic_cache(value):
+        yield (torch.is_grad_enabled() and describe_unused(value, module)) or None  # see Note [caches]
     else:
         yield repr(value) if isinstance(value, _ATOMS) else None
 
 
-def unknown_argument(value: Any) -> str:
-    """Return the class of an object in nested arguments that may hold anything; empty if there is none."""
+def unknown_argument(value: Any, module: nn.Module) -> str:
+    """Return the class of an object in nested arguments that may hold anything; empty if there is none.
+
+    Args:
+        value: the arguments.
+        module: what is given them; a cache whose layer for it is empty is none.
+    """
     if isinstance(value, list | tuple) or type(value) is dict:
         each = value.values() if isinstance(value, dict) else value
-        return next(filter(None, map(unknown_argument, each)), "")
-    return "" if isinstance(value, (Tensor, *_ATOMS)) else type(value).__name__
+        return next(filter(None, (unknown_argument(item, module) for item in each)), "")
+    return "" if isinstance(value, (Tensor, *_ATOMS)) or describe_unused(value, module) else type(value).__name__
 
 
 def _checksum(tensor: Tensor) -> int:

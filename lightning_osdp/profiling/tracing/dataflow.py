@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_osdp.engine.key_value_cache import copy_caches, describe_unused, filled_layer, note_reads
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tracing import fake_kernels
 from lightning_osdp.profiling.tracing.aten_calls import written_values
@@ -57,6 +59,7 @@ class Call:
     """Calls that were running, outermost first, this one included."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    """Arguments; a cache of keys and values that the call fills is a copy from before."""
     start: int
     """Index of its first event."""
     inputs: tuple[int, ...]
@@ -70,6 +73,8 @@ class Call:
     outputs: tuple[int, ...] = ()
     """Storages of the tensors in its results."""
     output: Any = None
+    is_cache_read: bool = False
+    """Whether the forward looks later at the keys and values that the call has put in a cache."""
 
 
 @dataclass
@@ -103,6 +108,8 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []
         self._serials: dict[int, int] = {}
         self._num_changes: dict[int, int] = {}
+        self._unused_caches: dict[int, list[Any]] = {}
+        self._undo: list[Callable[[], None]] = []
         self._sources: dict[int, frozenset[int]] = {}
         self.flow.rank_specific.update(self._storages(batch))
 
@@ -126,6 +133,8 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 yield
         finally:
             nn.Module._call_impl = call  # type: ignore[method-assign]
+            while self._undo:
+                self._undo.pop()()
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         number, flow = len(self.flow.calls), self.flow
@@ -140,6 +149,10 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
             key = (serial, self._num_changes.get(serial, 0), *layout)
         sources = self._sources.get(storages[0], NO_SOURCES) if storages else NO_SOURCES
+        caches = [each for each in (*args, *kwargs.values()) if describe_unused(each, module)]
+        if caches and torch.is_grad_enabled():  # else it is there to be read
+            self._unused_caches[number] = caches
+            args, kwargs = copy_caches(args, kwargs)
         flow.calls.append(Call(module, tuple(self._stack), args, kwargs, len(flow.events), storages, key, sources))
         return number
 
@@ -153,6 +166,9 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call.outputs = self._storages(output)
         if id(call.module) in self._products:
             self._sources.update(dict.fromkeys(call.outputs, frozenset([number])))
+        for cache in self._unused_caches.pop(number, ()):
+            if (layer := filled_layer(cache, call.module)) is not None:
+                self._undo.append(note_reads(layer, partial(setattr, call, "is_cache_read", True)))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

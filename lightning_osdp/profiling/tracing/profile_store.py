@@ -13,7 +13,7 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.profiling.tracing.profile_builder import fingerprint
 from lightning_osdp.profiling.tracing.trace import TracedStep, TrainingStep, choose_batch_sizes, start_fake_trace, trace
 
-MODEL_PROFILE_VERSION = 16
+MODEL_PROFILE_VERSION = 17
 """Version of stored profiles, raised when the meaning of what they are made of changes."""
 
 

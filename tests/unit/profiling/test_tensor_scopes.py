@@ -315,6 +315,8 @@ class Attention(nn.Module):
             weights = weights / weights.sum(1, keepdim=True)
         if self.flaw == "buffer":
             self.seen += weights.detach().mean()
+        if self.flaw == "moved":
+            self.seen.to(torch.float64)
         if self.flaw == "rare":
             weights = torch.where(weights > 1e6, weights.mean(1, keepdim=True), weights)
         y = (weights @ v).transpose(1, 2).flatten(2)
@@ -395,7 +397,7 @@ class AttentionBlock(nn.Module):
         return x + y + (0 if more is None else more.mean())
 
 
-@pytest.mark.parametrize("flaw", ["", "gate", "sample mask"])
+@pytest.mark.parametrize("flaw", ["", "gate", "sample mask", "moved"])
 def test_attention_whose_heads_can_be_divided_is_a_scope(flaw: str) -> None:
     (found,) = groups(profile_of_net(AttentionBlock(flaw))).values()
     assert (found.scope, found.attributes, found.parts) == ("net.attention", ("net.attention.heads",), (3, 1))
