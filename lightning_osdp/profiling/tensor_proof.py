@@ -5,8 +5,8 @@ input features, and runs the code in between for the rows of all ranks. That is 
 rank is a slice of what reaches it without a cut, for whatever the columns give; and the same backward. So no weights
 are needed: the columns give random numbers, from which every slice follows, and nothing runs after the row.
 
-Ranks get different inputs. Numbers are random, in float64 where the module can do that, so that nothing in between can
-hide behind zeros; and dropout multiplies by its mean.
+Ranks get different inputs, once also other numbers of samples. Numbers are random, in float64 where the module can do
+that, so that nothing in between can hide behind zeros; and dropout multiplies by its mean.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ things in float32 whatever they are given."""
 
 NUM_INPUTS = 3
 """Random inputs that each cut is tried with; in the last, rows differ in scale by up to 10,000."""
+
+UNEVEN_INPUT = 1
+"""Input of which every second rank has twice as many samples, if the module can run with so many."""
 
 MAX_ROW_SOURCES = 4
 """Ranks whose rows are gathered; a group of more has no other kind of row."""
@@ -69,7 +72,12 @@ class PlayedGroup(PlayedModule):
         """Copy the module, and run it once without a cut."""
         super().__init__(scene, dtype, long_dim, true_mask)
         self._plain_runs: dict[tuple[int, int], PlayedRun] = {}
+        self._can_differ = True
         self.plain_run(0, 0)
+        try:
+            self.plain_run(1, UNEVEN_INPUT)
+        except Refusal:  # it knows how many samples there are: neither can ranks have other numbers of them
+            self._can_differ = False
 
     def plain_run(self, rank: int, seed: int) -> PlayedRun:
         """Return what a rank does without any cut."""
@@ -93,7 +101,8 @@ class PlayedGroup(PlayedModule):
         self._on_column = on_column
         self._on_scope = lambda args, kwargs: map_tensors((args, kwargs), leaves.get)
         before = [_state_of(each) for each in self._stateless]
-        run = PlayedRun(self._run(rank, seed), random_outputs, leaves.values, column_inputs)
+        times = 2 if self._can_differ and seed == UNEVEN_INPUT and rank % 2 else 1
+        run = PlayedRun(self._run(rank, seed, times), random_outputs, leaves.values, column_inputs)
         for each, state in zip(self._stateless, before, strict=True):
             if _state_of(each) != state:
                 raise Refusal(f"{type(each).__name__} changes its own state")
@@ -162,7 +171,7 @@ class PlayedGroup(PlayedModule):
 
     def _compare_sums(self, sums: Sequence[Tensor | None], plain: list[PlayedRun], begin: int, is_flat: bool) -> None:
         """Compare gradients of inputs and parameters, which the ranks of the group have in parts."""
-        inputs = [each for each in plain[0].inputs if each.requires_grad]
+        inputs = [[each for each in run.inputs if each.requires_grad] for run in plain]
         for index, total in enumerate(sums):
             own = [run.gradients[begin + index] for run in plain]
             known = [each for each in own if each is not None]
@@ -170,9 +179,10 @@ class PlayedGroup(PlayedModule):
                 if total is not None and total.abs().max() > 0:
                     raise Refusal("it has a gradient that the module does not have without a cut")
                 continue
-            if index < len(inputs) and self._is_gathered(inputs[index]):
-                zeros = [torch.zeros_like(inputs[index]) if each is None else each for each in own]
-                self._compare(total, _gather(zeros, is_flat, padding=0.0), is_flat, plain)
+            if index < len(inputs[0]) and self._is_gathered(inputs[0][index]):
+                pairs = zip(own, (each[index] for each in inputs), strict=True)
+                parts = [torch.zeros_like(given) if each is None else each for each, given in pairs]
+                self._compare(total, _gather(parts, is_flat, padding=0.0), is_flat, plain)
             else:
                 self._compare(total, functools.reduce(torch.add, known), False, plain)
 

@@ -171,10 +171,10 @@ class PlayedModule:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _run(self, rank: int, seed: int) -> Tensor:
-        """Run the copy with a rank's arguments; return the input of the row operator."""
+    def _run(self, rank: int, seed: int, times: int = 1) -> Tensor:
+        """Run the copy with a rank's arguments, so many times the rows; return the input of the row operator."""
         generators = torch.Generator().manual_seed(1000 * seed + rank + 1), torch.Generator().manual_seed(seed + 1)
-        args, kwargs = self._arguments((self.scene.args, dict(self.scene.kwargs)), rank, *generators)
+        args, kwargs = self._arguments((self.scene.args, dict(self.scene.kwargs)), rank, times, *generators)
         self._reached = None
         torch.manual_seed(seed)
         try:
@@ -205,14 +205,14 @@ class PlayedModule:
 
     # -- arguments ----------------------------------------------------------------------------------------------------
 
-    def _arguments(self, value: Any, rank: int, own: torch.Generator, common: torch.Generator) -> Any:
+    def _arguments(self, value: Any, rank: int, times: int, own: torch.Generator, common: torch.Generator) -> Any:
         """Return ``value`` with real tensors; those without a row for each sample are the same on all ranks."""
         if isinstance(value, Tensor):
             has_rows = value.dim() > 0 and value.shape[0] == self.scene.batch_rows
-            return self._argument(value, rank if has_rows else 0, own if has_rows else common)
+            return self._argument(value, rank, own, times) if has_rows else self._argument(value, 0, common)
         if isinstance(value, UnknownNumber):
             raise Refusal("it depends on a number that .item() reads from a tensor")
-        again = functools.partial(self._arguments, rank=rank, own=own, common=common)
+        again = functools.partial(self._arguments, rank=rank, times=times, own=own, common=common)
         if isinstance(value, list | tuple):
             items = [again(each) for each in value]
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -223,14 +223,16 @@ class PlayedModule:
         is_kept = isinstance(value, ATOMS) or not (is_dynamic_cache(value) or _holds_tensors(value))
         return value if is_kept else self._empty_like(value)
 
-    def _argument(self, tensor: Tensor, rank: int, generator: torch.Generator) -> Tensor:
+    def _argument(self, tensor: Tensor, rank: int, generator: torch.Generator, times: int = 1) -> Tensor:
         shape = [SHORT if size == self.long_dim else size for size in tensor.shape]
+        if times > 1:
+            shape[0] *= times
         if self.scene.keeps_width and tensor.dim() == 3:
             shape[-1] = tensor.shape[-1]
         if tensor.dtype.is_floating_point:
             return self._random(*shape, generator=generator)
         if not _is_fake(tensor):
-            return tensor.cpu().roll(rank, 0) if tensor.dim() else tensor.cpu()
+            return torch.cat([tensor.cpu().roll(rank, 0)] * times) if tensor.dim() else tensor.cpu()
         values = torch.randint(0, 2, shape, generator=generator)
         if values.dim():
             values[..., 0] = int(self.true_mask)

@@ -216,6 +216,7 @@ WRONG: dict[str, Step] = {
     "position": lambda net, h, x: h * torch.arange(h.shape[-1]),
     "width": lambda net, h, x: h / h.shape[-1],
     "batch size": lambda net, h, x: h / len(h),
+    "number of elements": lambda net, h, x: h / h.numel(),
     "mean of the batch": lambda net, h, x: h - h.mean(0, keepdim=True),
     "own number": lambda net, h, x: h * x.mean(),
     "own first token": lambda net, h, x: h + x[:1, :1, :1],
@@ -401,6 +402,18 @@ class AttentionBlock(nn.Module):
 def test_attention_whose_heads_can_be_divided_is_a_scope(flaw: str) -> None:
     (found,) = groups(profile_of_net(AttentionBlock(flaw))).values()
     assert (found.scope, found.attributes, found.parts) == ("net.attention", ("net.attention.heads",), (3, 1))
+
+
+class SampleCounting(AttentionBlock):
+    """Refuses other numbers of samples than those that it is traced with."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert len(x) in (2, 8)
+        return super().forward(x)
+
+
+def test_attention_in_a_module_that_refuses_other_numbers_of_samples_is_a_scope() -> None:
+    assert [each.scope for each in groups(profile_of_net(SampleCounting())).values()] == ["net.attention"]
 
 
 @pytest.mark.parametrize("flaw", ["over heads", "buffer", "rare", "residual", "weights", "returns x", "own mask"])
