@@ -21,7 +21,7 @@ from lightning_osdp.autotune.trial_step import (
     time_release_and_retain,
     time_step,
 )
-from lightning_osdp.autotune.trials import MEMORY_MARGIN, TrialSetup, warn_of_failure
+from lightning_osdp.autotune.trials import TrialSetup, warn_of_failure
 from lightning_osdp.backend.allocator import can_measure_retention
 from lightning_osdp.backend.memory import growth_reserve
 from lightning_osdp.planning.cost.cpu_effects import max_retained_batch_size
@@ -119,7 +119,7 @@ def unsharded_batch_sizes(
 
     def fits_memory(size: int) -> bool:
         if frees_gradients:
-            return MEMORY_MARGIN * passes_peak_bytes(setup.model, setup.cluster, size) <= available_bytes
+            return setup.memory_margin * passes_peak_bytes(setup.model, setup.cluster, size) <= available_bytes
         return setup.fits_memory(replicated, size, available_bytes)
 
     def is_short(size: int) -> bool:

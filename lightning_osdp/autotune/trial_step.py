@@ -107,13 +107,13 @@ class TrialContext:
     largest_batch: Any = None
     tensor_degrees: tuple[int, ...] = ()
 
-    def available_bytes(self, free_bytes: int, ranks: RankGroup) -> int:
+    def available_bytes(self, free_bytes: int, ranks: RankGroup, progress: memory.Progress) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.
 
-        The copy and what first steps leave in the process are subtracted from ``free_bytes``. Negative if the step
-        can't be repeated. Collective: every rank must call it.
+        The copy and what steps will leave in the process, when the start is as far as ``progress``, are subtracted from
+        ``free_bytes``. Negative if the step can't be repeated. Collective: every rank must call it.
         """
-        own = free_bytes - lazy_clone_bytes(self.module, self.device) - memory.growth_reserve(self.device, "measured")
+        own = free_bytes - lazy_clone_bytes(self.module, self.device) - memory.growth_reserve(self.device, progress)
         return ranks.all_reduce_min(own if self.is_repeatable else -1)
 
     @property

@@ -24,7 +24,7 @@ from lightning_osdp.autotune.trial_step import (
     TrialError,
     time_step,
 )
-from lightning_osdp.backend.memory import trim
+from lightning_osdp.backend.memory import Progress, trim
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import HEAP_GROWTH
 from lightning_osdp.planning.cost.trial_correction import (
@@ -41,8 +41,8 @@ from lightning_osdp.planning.spec.plan import ExecutionPlan
 MIN_ROUNDS, MAX_ROUNDS = 3, 5
 """Rounds in which plans are tried in turns: other work on a machine lasts for seconds at times."""
 
-MEMORY_MARGIN = 1.1
-"""Memory that must be available for a trial, as a multiple of its predicted peak."""
+MEMORY_MARGIN = {"cpu": 1.03, "cuda": 1.1}
+"""Memory that must be available for a trial, as a multiple of its predicted peak [M-autotune-12]."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,15 @@ class TrialSetup:
         """Return whether the trials run on CUDA."""
         return self.context.device.type == "cuda"
 
-    def available_bytes(self) -> int:
+    @property
+    def memory_margin(self) -> float:
+        """Return the factor on predicted peaks for which there must be memory."""
+        return MEMORY_MARGIN[self.context.device.type]
+
+    def available_bytes(self, progress: Progress = "measured") -> int:
         """Return what a trial may take now: each copy leaves a little behind. Collective: every rank must call it."""
         trim(self.context.device, GC_GENERATION)  # tracing, too, has left freed memory in the heap
-        return self.context.available_bytes(self.free_bytes(), self.ranks)
+        return self.context.available_bytes(self.free_bytes(), self.ranks, progress)
 
     def fits_memory(self, plan: ExecutionPlan, size: int, available_bytes: float | None = None) -> bool:
         """Return whether there is memory for a trial, and a margin for what is not counted in its peak.
@@ -85,7 +90,7 @@ class TrialSetup:
         Collective unless ``available_bytes`` is given.
         """
         available = self.available_bytes() if available_bytes is None else available_bytes
-        factor = MEMORY_MARGIN * (1 + HEAP_GROWTH * plan.retain_freed_memory)
+        factor = self.memory_margin * (1 + HEAP_GROWTH * plan.retain_freed_memory)
         return factor * trial_peak_bytes(self.model, self.cluster, plan, size) <= available
 
     def heap_bytes(self, plan: ExecutionPlan, size: int) -> int:
@@ -183,7 +188,7 @@ def _prepare_plan_trials(
     available_s: float,
 ) -> list[PlanTrial]:
     """Return trials of as many of the plans as there is time for, without those that there is no memory for."""
-    available_bytes = setup.available_bytes()
+    available_bytes = setup.available_bytes("searched")
     for count in range(len(plans), 0, -1):
         found = [
             _prepare(setup, compute_for(plan), plan, available_bytes, available_s / count) for plan in plans[:count]
@@ -209,6 +214,8 @@ def _plan_trial_options(batch_size: int, setup: TrialSetup, max_s: float) -> Ite
     for size in plan_trial_batch_sizes(batch_size, setup.batch_sizes, setup.is_cuda):
         yield size, min(max_s / 2, MAX_TRIAL_S), MIN_STEPS
     smallest = setup.batch_sizes[0]
+    if not setup.is_cuda:
+        yield batch_size, min(0.75 * max_s, MAX_TRIAL_S), 1
     yield smallest, min(max_s, MAX_TRIAL_S), MIN_STEPS
     yield smallest, min(0.75 * max_s, MAX_TRIAL_S), 1
 

@@ -148,16 +148,17 @@ def test_calibration_trials_of_real_steps_measure_nonzero_times() -> None:
         assert compute_s(times, 8) > 0
 
 
-def trial_bytes(model: ModelProfile, cluster: Cluster, size: int) -> int:
+def trial_bytes(model: ModelProfile, cluster: Cluster, size: int, device: str = "cpu") -> int:
     """Memory that a trial of the unsharded step with this batch size asks for."""
-    return math.ceil(trials.MEMORY_MARGIN * trial_peak_bytes(model, cluster, replicated_plan(model, cluster), size))
+    peak = trial_peak_bytes(model, cluster, replicated_plan(model, cluster), size)
+    return math.ceil(trials.MEMORY_MARGIN[device] * peak)
 
 
 def trial_memory_bytes(size: int, *, frees_gradients: bool = False) -> int:
     """Memory of a trial of the unsharded step."""
     module, cluster = Module(), some_cluster(2)
     model = trace(module, BATCH, 4, device=CPU).model_profile
-    freed = math.ceil(trials.MEMORY_MARGIN * passes_peak_bytes(model, cluster, size))
+    freed = math.ceil(trials.MEMORY_MARGIN["cpu"] * passes_peak_bytes(model, cluster, size))
     step = freed if frees_gradients else trial_bytes(model, cluster, size)
     return step + lazy_clone_bytes(module, CPU) + GROWTH_BYTES["cpu"]["measured"]
 
@@ -217,7 +218,7 @@ def test_unsharded_batch_sizes_on_cuda_saturate_device(
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     monkeypatch.setattr(startup_budget, "SATURATED_STEP_S", compute_s(parts, longest))
-    room = trial_bytes(traced.model_profile, hardware, most)
+    room = trial_bytes(traced.model_profile, hardware, most, "cuda")
     setup = make_trial_setup(module, traced, hardware)
     on_cuda = replace(setup, context=replace(setup.context, device=torch.device("cuda", 0)))
     assert calibration.unsharded_batch_sizes(on_cuda, parts, room) == sizes

@@ -127,10 +127,15 @@ class Turns:
         step_s: float,
         left_s: float,
         took_s: Callable[[int], float] | None = None,
+        own_size_factor: float = 1.0,
     ) -> None:
         self.now_s, self.step_s, self.took_s = 0.0, step_s, took_s or (lambda turn: step_s)
         self.turns: list[tuple[int, int, bool]] = []
-        monkeypatch.setattr(trials, "predict_trial", lambda _m, _t, _c, plan, _s: trial_of_step(step_s, plan))
+
+        def predict_trial(_model: Any, _times: Any, _cluster: Any, plan: ExecutionPlan, size: int) -> Trial:
+            return trial_of_step(step_s * (own_size_factor if size == plan.batch_size else 1.0), plan)
+
+        monkeypatch.setattr(trials, "predict_trial", predict_trial)
         monkeypatch.setattr(TrialContext, "available_bytes", lambda *_: 1 << 60)
         monkeypatch.setattr(trials, "time_step", self.time_step)
         module = Module()
@@ -155,32 +160,38 @@ class Turns:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "left_s", "turn"),
+    ("step_s", "own_size_factor", "left_s", "turn"),
     [
-        (1.0, 30.0, (6, False)),
-        (1.0, 5.0, (2, False)),
-        (1.0, 3.5, (2, True)),
-        (1.0, 2.0, None),
-        (3.0, 30.0, (2, True)),
-        (3.0, 9.0, (2, True)),
-        (3.0, 7.0, None),
-        (6.0, 30.0, None),
+        (1.0, 1.0, 30.0, (6, False)),
+        (1.0, 1.0, 5.0, (6, True)),
+        (1.0, 1.0, 2.0, None),
+        (1.0, 2.0, 5.0, (2, False)),
+        (1.0, 2.0, 3.5, (2, True)),
+        (3.0, 1.0, 30.0, (6, True)),
+        (3.0, 2.0, 9.0, (2, True)),
+        (3.0, 1.0, 7.0, None),
+        (6.0, 1.0, 30.0, None),
     ],
     ids=[
         "several steps",
-        "all that is left",
-        "one of little time",
+        "one step of its own size",
         "none in no time",
-        "one step",
-        "one step in time",
+        "several of fewer samples",
+        "one of fewer samples",
+        "one long step",
+        "one long step of fewer samples",
         "no time",
         "too long",
     ],
 )
 def test_plan_trial_fits_batch_size_and_steps_to_remaining_time(
-    step_s: float, left_s: float, turn: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
+    step_s: float,
+    own_size_factor: float,
+    left_s: float,
+    turn: tuple[int, bool] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    turns = Turns(monkeypatch, step_s, left_s)
+    turns = Turns(monkeypatch, step_s, left_s, own_size_factor=own_size_factor)
     found = turns.run(1)
     assert set(turns.turns) == (set() if turn is None else {(1, *turn)})
     assert bool(found) == (turn is not None)
@@ -199,7 +210,7 @@ def test_plan_trials_take_turns_for_several_rounds_and_keep_their_median(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("left_s", "rounds", "plans"), [(30.0, 4, 3), (5.0, 2, 3), (2.4, 1, 3), (1.2, 1, 2), (0.5, 1, 1), (0.2, 0, 0)]
+    ("left_s", "rounds", "plans"), [(30.0, 4, 3), (5.0, 2, 3), (2.4, 2, 3), (1.2, 1, 2), (0.5, 1, 1), (0.2, 0, 0)]
 )
 def test_plan_trials_leave_out_rounds_then_last_plans_without_time(
     left_s: float, rounds: int, plans: int, monkeypatch: pytest.MonkeyPatch
