@@ -71,7 +71,7 @@ def under_limit(args: argparse.Namespace, name: str, plan: str | None, folder: s
 def replicated(folder: str) -> str:
     """The plan that was made, with every operator replicated; returns its path."""
     from lightning_osdp.planning.spec.choices import Mode
-    from lightning_osdp.planning.spec.plan import ExecutionPlan
+    from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
 
     plan = ExecutionPlan.from_json(Path(folder, "osdp_plan.json").read_text())
     sharded = sum(op.slices != (Mode.DP,) for op in plan.operators)
@@ -80,10 +80,11 @@ def replicated(folder: str) -> str:
         f"{plan.predicted.peak_memory_bytes / MIB:.0f} MiB of {plan.memory_limit_bytes / MIB:.0f} MiB",
         flush=True,
     )
-    whole = {"slices": (Mode.DP,), "split_dim": None, "unit": ""}
-    operators = tuple(op.model_copy(update=whole) for op in plan.operators)
+    operators = tuple(
+        OperatorPlan(name=op.name, num_parameters=op.num_parameters, slices=(Mode.DP,)) for op in plan.operators
+    )
     file = Path(folder) / "replicated.json"
-    file.write_text(plan.model_copy(update={"operators": operators}).to_json())
+    file.write_text(plan.model_copy(update={"operators": operators, "tensor_scopes": {}}).to_json())
     return str(file)
 
 

@@ -109,7 +109,7 @@ class Engine(ABC):
         """Have each use of a module that stays sharded after its run raise ``reason``; empty: let it run again."""
 
     def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return the bytes that ``restore`` adds on this rank."""
+        """Return the bytes that ``restore`` adds at most on this rank."""
         return self._sharded_parameters.missing_bytes(list(optimizers))
 
     @property

@@ -120,14 +120,18 @@ class ShardedParameters:
                     state[key] = layout.unshard(value)
 
     def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
-        """Return the bytes of parameters and of their states in ``optimizers`` that other ranks hold."""
-        total = 0
+        """Return the bytes that gathering parameters and their states in ``optimizers`` for good adds at most.
+
+        These are what other ranks hold, and once the largest tensor: its parts are there until it is put together.
+        """
+        total = largest = 0
         for parameter, layout in self._layouts.items():
             states = [s for optimizer in optimizers for s in optimizer.state.get(parameter, {}).values()]
             local = sum(prod(chunk.sizes) for chunk in layout.local_chunks())
             copies = [parameter, *(s for s in states if isinstance(s, Tensor) and s.dim() > 0)]
             total += (layout.shape.numel() - local) * sum(tensor.element_size() for tensor in copies)
-        return total
+            largest = max(largest, *(layout.shape.numel() * tensor.element_size() for tensor in copies))
+        return total + largest
 
     def compute_norm(
         self, gradients: Iterable[tuple[nn.Parameter | None, Tensor]], norm_type: float, device: torch.device

@@ -4,8 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_osdp.state.flat_layout import FlatPaddedLayout, Slice
+from lightning_osdp.state.state_dict import ShardedParameters
 
 
 def _layouts_by_rank(
@@ -50,3 +52,18 @@ def test_shard_returns_a_copy() -> None:
     layout = FlatPaddedLayout(whole.shape, (Slice(0, 4),))
     layout.shard(whole).add_(1)
     assert not whole.any()
+
+
+def test_missing_bytes_count_what_others_hold_and_the_largest_tensor_while_it_is_put_together() -> None:
+    shapes = [(8, 6), (4, 2)]
+    layouts = {
+        nn.Parameter(torch.zeros(shape[0] * shape[1] // 2)): _layouts_by_rank(shape, [], [True], 0, 2)[0]
+        for shape in shapes
+    }
+    optimizer = torch.optim.Adam(layouts)
+    for parameter in layouts:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    sharded = ShardedParameters(layouts, None)
+    assert sharded.missing_bytes([]) == 4 * (24 + 4) + 4 * 48
+    assert sharded.missing_bytes([optimizer]) == 3 * 4 * (24 + 4) + 4 * 48
