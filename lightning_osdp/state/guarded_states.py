@@ -24,14 +24,33 @@ from lightning_osdp.state.guarded_parameter import (
 )
 
 
+class _Access:
+    """Whether the optimizer itself works on its states.
+
+    The dicts of the parameters refer to it, and not to the states that hold them: such a cycle would keep the parts of
+    a released optimizer until the next collection of garbage.
+    """
+
+    is_open = False
+
+
 class GuardedStates(defaultdict[Any, Any]):
-    """The states of one optimizer: a dict for each parameter. ``is_open`` while the optimizer itself works on them."""
+    """The states of one optimizer: a dict for each parameter."""
 
     def __init__(self, states: Mapping[Any, Any]) -> None:
         super().__init__(dict)
-        self.is_open = False
+        self._access = _Access()
         self.num_steps = 0
         self.update(states)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the optimizer itself works on them, which then finds this rank's parts."""
+        return self._access.is_open
+
+    @is_open.setter
+    def is_open(self, is_open: bool) -> None:
+        self._access.is_open = is_open
 
     def __missing__(self, key: Any) -> Any:
         self[key] = {}
@@ -39,7 +58,7 @@ class GuardedStates(defaultdict[Any, Any]):
 
     def __setitem__(self, key: Any, entries: Any) -> None:
         guard = guard_of(key) if isinstance(key, Tensor) else None
-        super().__setitem__(key, entries if guard is None else _GuardedEntries(self, guard, entries))
+        super().__setitem__(key, entries if guard is None else _GuardedEntries(self._access, guard, entries))
 
     update = MutableMapping.update
     setdefault = MutableMapping.setdefault
@@ -56,13 +75,13 @@ class GuardedStates(defaultdict[Any, Any]):
 class _GuardedEntries(dict[str, Any]):
     """The states of one parameter."""
 
-    def __init__(self, states: GuardedStates, guard: ShardGuard, entries: Mapping[str, Any]) -> None:
-        self._states, self._guard = states, guard
+    def __init__(self, access: _Access, guard: ShardGuard, entries: Mapping[str, Any]) -> None:
+        self._access, self._guard = access, guard
         self.update(entries)
 
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
-        if self._states.is_open or not isinstance(value, Tensor) or value.shape != self._guard.shard_shape:
+        if self._access.is_open or not isinstance(value, Tensor) or value.shape != self._guard.shard_shape:
             return value
         with without_guards():
             return GuardedTensor.create(LocalShard(self._guard, value, key))

@@ -185,11 +185,7 @@ class Turns:
     ],
 )
 def test_plan_trial_fits_batch_size_and_steps_to_remaining_time(
-    step_s: float,
-    own_size_factor: float,
-    left_s: float,
-    turn: tuple[int, bool] | None,
-    monkeypatch: pytest.MonkeyPatch,
+    step_s: float, own_size_factor: float, left_s: float, turn: tuple[int, bool] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     turns = Turns(monkeypatch, step_s, left_s, own_size_factor=own_size_factor)
     found = turns.run(1)
