@@ -5,6 +5,7 @@ And what it allocates, beside what is predicted.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -180,6 +181,7 @@ def predicted_and_allocated(
     try:
         run(module, engine)
         module.zero_grad()
+        gc.collect()  # or what it frees amid the step would count as less
         allocated = allocated_peak(lambda: run(module, engine))
     finally:
         engine.close()
