@@ -162,8 +162,8 @@ CAUSES = (
     "to 338 ms in stretches of 6 s.",
     "- Starts differ: all cases three times on one day gave medians of 5.3, 4.5 and 3.5 %, 86 % within 10 % each time, "
     "and worst cases of 14.5, 13.8 and 30.6 %. The last is one start of CLIP, which was 4 to 14 % off in five others.",
-    "- Under a tight limit there is no memory to try a plan, but only the unsharded step, with each gradient freed as "
-    "it is made: what sharding and recomputing add to that is the sum of measured parts.",
+    "- Where a tight limit leaves no memory or time to try a plan, but only the unsharded step, with each gradient "
+    "freed as it is made, what sharding and recomputing add to that is the sum of measured parts.",
     "- 4 to 6 ms a step of the loop and the loader are in no prediction.",
     "- On a CPU, 8 MiB are reserved for what the first steps leave behind (11 where whole checkpoints are saved), 6 "
     "MiB after a trial; most models need less, which counts where they are small.",
