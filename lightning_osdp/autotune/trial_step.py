@@ -110,8 +110,8 @@ class TrialContext:
     def available_bytes(self, free_bytes: int, ranks: RankGroup, progress: memory.Progress) -> int:
         """Return the bytes that a step of the copy may take on the rank with least.
 
-        The copy and what steps will leave in the process, when the start is as far as ``progress``, are subtracted from
-        ``free_bytes``. Negative if the step can't be repeated. Collective: every rank must call it.
+        That is ``free_bytes`` without the copy, and without what steps still leave in the process (``growth_reserve``).
+        Negative if the step can't be repeated. Collective: every rank must call it.
         """
         own = free_bytes - lazy_clone_bytes(self.module, self.device) - memory.growth_reserve(self.device, progress)
         return ranks.all_reduce_min(own if self.is_repeatable else -1)

@@ -122,7 +122,7 @@ class ShardedParameters:
     def missing_bytes(self, optimizers: Iterable[Optimizer]) -> int:
         """Return the bytes that gathering parameters and their states in ``optimizers`` for good adds at most.
 
-        These are what other ranks hold, and once the largest tensor: its parts are there until it is put together.
+        That is what other ranks hold, and the largest tensor once more: its parts stay until it is put together.
         """
         total = largest = 0
         for parameter, layout in self._layouts.items():

@@ -79,10 +79,14 @@ class Peak:
     for it; 0 if the step decides."""
 
     @property
+    def freed_bytes(self) -> float:
+        """What is freed within a step."""
+        return self.gradients + self.gathered + self.transient + self.activations
+
+    @property
     def total_bytes(self) -> int:
         """Sum of all categories: the peak of the step."""
-        model = self.states + self.gradients + self.gathered + self.transient + self.activations
-        return round(model + self.overhead + self.heap)
+        return round(self.states + self.freed_bytes + self.overhead + self.heap)
 
     @property
     def max_bytes(self) -> int:
@@ -90,15 +94,15 @@ class Peak:
         return max(self.total_bytes, self.saving_bytes, self.evaluation_bytes)
 
     def with_heap_within(self, limit_bytes: int) -> Peak:
-        """Return the peak with a retained heap that is as large as is useful, up to the last part of ``limit_bytes``.
+        """Return the peak with a retained heap as large as is useful; ``HEAP_LIMIT_MARGIN`` of the limit stays free.
 
-        A peak above the limit stays as it is.
+        Without a retained heap, or if it is above the limit, the peak stays as it is.
         """
         if not self.heap or self.total_bytes > limit_bytes:
             return self
-        freed = self.gradients + self.gathered + self.transient + self.activations
+        useful = self.heap + (AMPLE_HEAP_GROWTH - HEAP_GROWTH) * self.freed_bytes
         room = (1 - HEAP_LIMIT_MARGIN) * limit_bytes - (self.total_bytes - self.heap)
-        return replace(self, heap=max(0.0, min(self.heap + (AMPLE_HEAP_GROWTH - HEAP_GROWTH) * freed, room)))
+        return replace(self, heap=max(0.0, min(useful, room)))
 
 
 class Timeline:
