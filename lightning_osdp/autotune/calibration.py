@@ -109,9 +109,10 @@ def unsharded_batch_sizes(
 ) -> list[int]:
     """Return the smallest traced batch size and a larger one, as far as memory and time allow.
 
-    The larger one is the largest traced batch size that fits. If all fit and their steps are short, it is the largest
-    batch size that may be planned and whose step is still short: a line through two small batches is 10 % off at a
-    large one [M-autotune-11]. On CUDA both sizes fill the device. The list is empty if even the smallest does not fit.
+    The larger one is the largest traced batch size that fits, or if no batch that large may be planned, the largest
+    that may. If all fit and their steps are short, it is the largest batch size that may be planned and whose step is
+    still short: a line through two small batches is 10 % off at a large one [M-autotune-11]. On CUDA both sizes fill
+    the device. The list is empty if even the smallest does not fit.
     """
     smallest, replicated = setup.batch_sizes[0], replicated_plan(setup.model, setup.cluster)
     is_saturating = setup.is_cuda and len(setup.batch_sizes) > 1
@@ -131,8 +132,9 @@ def unsharded_batch_sizes(
     if not fits_memory(smallest):
         return []
     if not is_saturating:
-        traced = range(setup.batch_sizes[-1], MIN_SIZE_RATIO * smallest - 1, -1)
-        larger = [*islice(filter(fits, traced), 1)]
+        least = MIN_SIZE_RATIO * smallest
+        useful = min(setup.batch_sizes[-1], max(least, setup.searched_sizes[-1]))
+        larger = [*islice(filter(fits, range(useful, least - 1, -1)), 1)]
         if larger == [*setup.batch_sizes[-1:]]:
             beyond = [size for size in setup.searched_sizes if 1 < size / larger[0] <= MAX_SIZE_RATIO]
             num_short = bisect(beyond, False, key=lambda size: not (is_short(size) and fits_memory(size)))

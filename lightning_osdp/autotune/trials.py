@@ -10,7 +10,7 @@ import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from lightning_osdp.autotune.ranks import RankGroup
@@ -189,9 +189,15 @@ def _prepare_plan_trials(
 ) -> list[PlanTrial]:
     """Return trials of as many of the plans as there is time for, without those that there is no memory for."""
     available_bytes = setup.available_bytes("searched")
+
+    @cache  # a prediction takes as long as a step of a small model
+    def predict(index: int, size: int) -> Trial:
+        return predict_trial(setup.model, compute_for(plans[index]), setup.cluster, plans[index], size)
+
     for count in range(len(plans), 0, -1):
         found = [
-            _prepare(setup, compute_for(plan), plan, available_bytes, available_s / count) for plan in plans[:count]
+            _prepare(setup, plan, partial(predict, index), available_bytes, available_s / count)
+            for index, plan in enumerate(plans[:count])
         ]
         if found[0] is not None:
             return [trial for trial in found if trial is not None]
@@ -199,10 +205,10 @@ def _prepare_plan_trials(
 
 
 def _prepare(
-    setup: TrialSetup, compute: ComputeTimes, plan: ExecutionPlan, available_bytes: int, max_s: float
+    setup: TrialSetup, plan: ExecutionPlan, predict: Callable[[int], Trial], available_bytes: int, max_s: float
 ) -> PlanTrial | None:
     for size, limit_s, num_steps in _plan_trial_options(plan.batch_size, setup, max_s):
-        predicted = predict_trial(setup.model, compute, setup.cluster, plan, size)
+        predicted = predict(size)
         takes_s = predicted.predicted_s * (WARMUP_STEPS + num_steps)
         if takes_s < limit_s and setup.fits_memory(plan, size, available_bytes):
             return PlanTrial(plan, size, TURN_S if num_steps > 1 else 0.0, predicted)

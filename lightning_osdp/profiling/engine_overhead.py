@@ -52,13 +52,19 @@ available memory that they may take. The larger weights are made smaller where t
 MIN_WIDTH_STEP = 64
 """Minimum difference of the two widths: a line takes two points."""
 
-NUM_OPERATORS, NUM_OPERATORS_SHARED_CORES = 6, 3
-"""Operators that run one after the other: the time of a single one would be lost in noise. There are fewer where ranks
-share cores: everything takes longer there, and trials of whole steps tell more."""
+NUM_OPERATORS, NUM_REPLICATED, FEW_REPLICATED = 6, 24, 6
+"""Operators that run one after the other: the time of a single one would be lost in noise. What replicated ones take is
+the difference of two steps to two others: these have many operators, and few of them. [M-engine-34]"""
+
+SHARED_CORES_DIVISOR = 2
+"""Divisor of these numbers where ranks share cores: everything takes longer there, and trials tell more."""
 
 FLOPS_PER_OPERATOR = {"cpu": 1 << 25, "cuda": 0}
 """Floating point operations of each operator's forward. On a CPU, collectives between stretches of compute take longer
 than in a row; on CUDA they must not be hidden by compute."""
+
+FLOPS_PER_REPLICATED = {"cpu": 1 << 22, "cuda": 0}
+"""The same of replicated operators, which wait for no collective."""
 
 MIN_REPEATS, MAX_REPEATS, TIMING_BUDGET_S = 3, 5, 0.45
 """Number of timed steps for each mode and size, after one warm-up step, and how long they may take in all."""
@@ -97,11 +103,12 @@ def measure_engine_overhead(
     """
     if group.size() == 1:
         return NO_ENGINE_OVERHEAD
-    fits, max_width = dict.fromkeys(Mode, ModeOverhead()), _max_width(group, device, available_bytes)
+    fits = dict.fromkeys(Mode, ModeOverhead())
+    usable_bytes = MEMORY_FRACTION * agree.all_reduce_min(available_bytes, group, device)
     for mode, (narrow, wide) in WIDTHS.items():
         if mode not in capabilities.modes:
             continue
-        widths = (narrow, max(narrow + MIN_WIDTH_STEP, min(wide, max_width)))
+        widths = (narrow, max(narrow + MIN_WIDTH_STEP, min(wide, _max_width(mode, usable_bytes))))
         own_s = [
             _measure_per_operator_s(mode, width, group, device, capabilities.engine)
             - _predicted_communication_s(mode, width, cluster)
@@ -166,11 +173,17 @@ def warm_up(
             step.close()
 
 
-def _max_width(group: dist.ProcessGroup, device: torch.device, available_bytes: int | None) -> int:
-    """Return the largest width for which there is memory. Collective."""
-    usable_bytes = MEMORY_FRACTION * agree.all_reduce_min(available_bytes, group, device)
-    weight_bytes = usable_bytes / (MAX_LIVE_COPIES * NUM_OPERATORS)
+def _max_width(mode: Mode, usable_bytes: float) -> int:
+    """Return the largest width for which there is memory."""
+    weight_bytes = usable_bytes / (MAX_LIVE_COPIES * sum(_counts(mode)))
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
+
+
+def _counts(mode: Mode) -> tuple[int, int]:
+    """Return how many operators are timed, and how many others are subtracted from them."""
+    divisor = SHARED_CORES_DIVISOR if CORE_SHARING.is_shared else 1
+    many, few = (NUM_REPLICATED, FEW_REPLICATED) if mode == Mode.DP else (NUM_OPERATORS, 0)
+    return many // divisor, few // divisor
 
 
 def _predicted_communication_s(mode: Mode, width: int, cluster: Cluster) -> float:
@@ -187,13 +200,12 @@ def _measure_per_operator_s(
     tensor: _TensorStep | None = None,
 ) -> float:
     """Return what the mode adds to an operator's compute on the slowest rank."""
-    count = NUM_OPERATORS_SHARED_CORES if CORE_SHARING.is_shared else NUM_OPERATORS
-    # What operators share, the bucket of replicated gradients, cancels out in the difference to half as many.
-    fewer = count // 2 if mode == Mode.DP else 0
+    # What operators share, the bucket of replicated gradients, cancels out in the difference to fewer of them.
+    count, fewer = _counts(mode)
     steps: list[EngineStep] = []
     for number in (count, fewer) if fewer else (count,):
         steps.append(_make_engine_step(mode, number, width, group, device, engine, tensor))
-        steps.append(_make_plain_step(number, width, device, tensor))
+        steps.append(_make_plain_step(mode, number, width, device, tensor))
     first_s = sum(agree.all_reduce_max([_time_once_s(step, group, device) for step in steps], group, device))
     num_repeats = min(MAX_REPEATS, max(MIN_REPEATS, int(TIMING_BUDGET_S / first_s)))
     times_s = [[_time_once_s(step, group, device) for step in steps] for _ in range(num_repeats)]
@@ -215,12 +227,13 @@ def _time_once_s(step: EngineStep, group: dist.ProcessGroup, device: torch.devic
 
 
 def _make_operators(
-    count: int, width: int, device: torch.device, tensor: _TensorStep | None
+    mode: Mode, count: int, width: int, device: torch.device, tensor: _TensorStep | None
 ) -> tuple[nn.Sequential, Tensor]:
-    """Return square operators and an input that takes ``FLOPS_PER_OPERATOR``, or has the rows that are given."""
-    rows = tensor.num_rows if tensor is not None else FLOPS_PER_OPERATOR.get(device.type, 0) // (2 * width * width)
+    """Return square operators and an input: of the rows that are given, or with which they take a number of FLOPs."""
+    flops = (FLOPS_PER_REPLICATED if mode == Mode.DP else FLOPS_PER_OPERATOR).get(device.type, 0)
+    rows = tensor.num_rows if tensor is not None else max(1, flops // (2 * width * width))
     operators = (nn.Linear(width, width, bias=False, device=device) for _ in range(count))
-    return nn.Sequential(*operators), torch.ones(max(1, rows), width, device=device)
+    return nn.Sequential(*operators), torch.ones(rows, width, device=device)
 
 
 def _make_engine_step(
@@ -232,7 +245,7 @@ def _make_engine_step(
     engine_name: str,
     tensor: _TensorStep | None = None,
 ) -> EngineStep:
-    model, sample = _make_operators(count, width, device, tensor)
+    model, sample = _make_operators(mode, count, width, device, tensor)
     engine = create_engine(engine_name, device, group)
     split = None if tensor is None else TensorSplit(degree=tensor.degree, role=TensorRole.LINEAR)
     operators = [
@@ -250,8 +263,10 @@ def _make_engine_step(
     return EngineStep(run, engine.close)
 
 
-def _make_plain_step(count: int, width: int, device: torch.device, tensor: _TensorStep | None) -> EngineStep:
-    model, sample = _make_operators(count, width, device, tensor)
+def _make_plain_step(
+    mode: Mode, count: int, width: int, device: torch.device, tensor: _TensorStep | None
+) -> EngineStep:
+    model, sample = _make_operators(mode, count, width, device, tensor)
 
     def run() -> None:
         model(sample).sum().backward()

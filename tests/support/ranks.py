@@ -218,6 +218,7 @@ def _shorten_measurements() -> None:
     network.COMPUTE_MATMULS, network.OVERLAP_DURATION_S = 2, 0.004
     engine_overhead.MIN_REPEATS, engine_overhead.MAX_REPEATS = 1, 1
     engine_overhead.NUM_OPERATORS, engine_overhead.FLOPS_PER_OPERATOR = 2, {"cpu": 1 << 22}
+    engine_overhead.NUM_REPLICATED, engine_overhead.FEW_REPLICATED = 2, 1
     engine_overhead.TENSOR_ROWS = 32, 128
     # A busy machine's links are measured once.
     measure.PROBE_TOLERANCE, measure.MIN_STARTS, measure.MAX_RESIDUAL = 1e9, 1, 1e9

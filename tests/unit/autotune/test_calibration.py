@@ -30,7 +30,7 @@ from tests.support.models import some_cluster
 from tests.support.ranks import run_ranks
 from tests.support.small_models import compute_s
 from tests.support.traced_models import trace
-from tests.support.trials import BATCH, CPU, ROOM, Module, make_trial_setup
+from tests.support.trials import BATCH, CPU, ROOM, Module, all_ranks, make_trial_context, make_trial_setup
 
 
 def run_trials(
@@ -187,8 +187,19 @@ def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypa
     for most in (2, 3, 4, 5, 8, 8):
         monkeypatch.setattr(startup_budget, "MAX_LARGE_BATCH_S", compute_s(parts, 6) if len(found) == 5 else math.inf)
         room = trial_bytes(traced.model_profile, hardware, most)
-        found.append(calibration.unsharded_batch_sizes(make_trial_setup(module, traced, hardware), parts, room))
+        setup = make_trial_setup(module, traced, hardware, searched_sizes=range(1, 9))
+        found.append(calibration.unsharded_batch_sizes(setup, parts, room))
     assert found == [[2], [2], [2, 4], [2, 5], [2, 8], [2, 6]]
+
+
+@pytest.mark.parametrize(("planned", "larger"), [(1, 4), (3, 4), (5, 5), (8, 8), (9, 9)])
+def test_unsharded_step_is_tried_at_the_only_batch_size_that_may_be_planned(planned: int, larger: int) -> None:
+    module, hardware = Module(), some_cluster(2)
+    traced = trace(module, BATCH, 4, device=CPU)
+    parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
+    setup = make_trial_setup(module, traced, hardware, searched_sizes=(planned,))
+    assert traced.batch_sizes == (2, 8)
+    assert calibration.unsharded_batch_sizes(setup, parts, ROOM) == [2, larger]
 
 
 @pytest.mark.parametrize(
@@ -283,6 +294,29 @@ def test_retaining_saves_the_time_of_the_pages_that_a_step_of_any_size_takes(
     released, retained = StepTiming(1.0, page_faults=1000), StepTiming(0.61, page_faults=25)
     found = calibration.retain_ratio(StepTiming(step_s, page_faults=page_faults), released, retained)
     assert found == pytest.approx(ratio if page_faults else 0.61)
+
+
+@pytest.mark.parametrize(
+    ("page_faults", "expected_s", "num_steps"),
+    [([900, 50], 2.0, 2), ([900, 300, 20], 3.0, 3), ([900, 300, 200, 100], 4.0, 4), ([900, 300, 300, 300], 4.0, 4)],
+)
+def test_step_with_retained_heap_is_made_again_while_it_needs_new_pages(
+    monkeypatch: pytest.MonkeyPatch, page_faults: list[int], expected_s: float, num_steps: int
+) -> None:
+    made: list[StepTiming] = []
+
+    def make_step(*_: object) -> list[StepTiming]:
+        made.append(StepTiming(1.0 + len(made), page_faults=page_faults[len(made)]))
+        return made[-1:]
+
+    monkeypatch.setattr(trial_step, "_time_each_once", make_step)
+    context = make_trial_context(Module())
+    released = StepTiming(1.2, page_faults=1000)
+    assert trial_step.time_release_and_retain(context, 4, all_ranks(), 1 << 30, released) == (
+        released,
+        StepTiming(expected_s, page_faults=page_faults[num_steps - 1]),
+    )
+    assert len(made) == num_steps
 
 
 def test_page_faults_of_a_step_are_those_of_its_new_tensors() -> None:

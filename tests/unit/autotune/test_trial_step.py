@@ -22,7 +22,7 @@ def test_time_release_and_retain_reuses_known_time_of_slow_step(
     made = []
     step = trial_step._forward_backward
     monkeypatch.setattr(trial_step, "_forward_backward", lambda *arguments: made.append(1) or step(*arguments))
-    known = StepTiming(known_s)
+    known = StepTiming(known_s, page_faults=10_000)
     usual, kept = trial_step.time_release_and_retain(make_trial_context(Module()), 2, ALONE, 1 << 20, known)
     assert len(made) == steps
     assert (usual == known) == (known_s == 1.0)
