@@ -18,6 +18,7 @@ from lightning_osdp.autotune.trial_step import (
     StepTiming,
     TrialError,
     release_and_retain_duration_s,
+    time_filling,
     time_release_and_retain,
     time_step,
 )
@@ -109,10 +110,10 @@ def unsharded_batch_sizes(
 ) -> list[int]:
     """Return the smallest traced batch size and a larger one, as far as memory and time allow.
 
-    The larger one is the largest traced batch size that fits, or if no batch that large may be planned, the largest
-    that may. If all fit and their steps are short, it is the largest batch size that may be planned and whose step is
-    still short: a line through two small batches is 10 % off at a large one [M-autotune-11]. On CUDA both sizes fill
-    the device. The list is empty if even the smallest does not fit.
+    The larger one is the largest traced batch size that fits. If all fit and their steps are short, it is the largest
+    batch size that may be planned and whose step is still short: a line through two small batches is 10 % off at a
+    large one [M-autotune-11]. On CUDA both sizes fill the device. On a CPU, if a single batch size may be planned, and
+    fits, it is the only one. The list is empty if even the smallest does not fit.
     """
     smallest, replicated = setup.batch_sizes[0], replicated_plan(setup.model, setup.cluster)
     is_saturating = setup.is_cuda and len(setup.batch_sizes) > 1
@@ -132,9 +133,11 @@ def unsharded_batch_sizes(
     if not fits_memory(smallest):
         return []
     if not is_saturating:
-        least = MIN_SIZE_RATIO * smallest
-        useful = min(setup.batch_sizes[-1], max(least, setup.searched_sizes[-1]))
-        larger = [*islice(filter(fits, range(useful, least - 1, -1)), 1)]
+        first, *others = setup.searched_sizes
+        if not (others or setup.is_cuda) and first >= smallest and fits(first):
+            return [first]
+        traced = range(setup.batch_sizes[-1], MIN_SIZE_RATIO * smallest - 1, -1)
+        larger = [*islice(filter(fits, traced), 1)]
         if larger == [*setup.batch_sizes[-1:]]:
             beyond = [size for size in setup.searched_sizes if 1 < size / larger[0] <= MAX_SIZE_RATIO]
             num_short = bisect(beyond, False, key=lambda size: not (is_short(size) and fits_memory(size)))
@@ -151,13 +154,14 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     """Try the unsharded step with freed tensors retained in the heap, compared with releasing them (CPU). Collective.
 
     The larger of the batches that were tried tells more, if there are memory and time for it: of few samples, more of
-    the time is that of new pages [M-autotune-10]. Where there is no time at all, the ratio is assumed.
+    the time is that of new pages [M-autotune-10]. Where there is no time at all, it is that of filling new pages.
     """
     if not calibration.unsharded or not _can_measure_heap_retention(setup.ranks):
         return calibration
     replicated = replicated_plan(setup.model, setup.cluster)
     available_bytes = setup.available_bytes()
-    tried = [size for size in setup.batch_sizes if size < max(calibration.unsharded)]
+    is_line = len(calibration.unsharded) > 1
+    tried = [size for size in setup.batch_sizes if is_line and size < max(calibration.unsharded)]
     sizes = [
         size
         for size in sorted({*tried, *calibration.unsharded})
@@ -165,7 +169,6 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     ]
     if not sizes:
         return calibration
-    ratios = dict.fromkeys(calibration.unsharded, ASSUMED_RETAIN_TIME_RATIO)
     for size in reversed(sizes):
         known = _timing_at(calibration.unsharded, size)
         takes_s = release_and_retain_duration_s(known)
@@ -174,10 +177,10 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
             heap_bytes = setup.heap_bytes(replicated, size)
             step = partial(time_release_and_retain, setup.context, size, setup.ranks, heap_bytes, known)
             released, retained = setup.ranks.raise_on_all_ranks(step)
-            ratios = {
-                other: retain_ratio(timing, released, retained) for other, timing in calibration.unsharded.items()
-            }
             break
+    else:
+        released, retained = time_filling(setup.ranks, setup.context.device)
+    ratios = {size: retain_ratio(timing, released, retained) for size, timing in calibration.unsharded.items()}
     passes = {size: pass_times(calibration.compute, size) for size in ratios}
     retained_passes = {size: PassTimes(*(ratios[size] * one for one in both)) for size, both in passes.items()}
     return replace(calibration, compute_with_retained_heap=scale_to_trial(calibration.compute, retained_passes))

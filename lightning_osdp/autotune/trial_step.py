@@ -54,6 +54,9 @@ CUDA_WARMUP_STEPS = 2
 MAX_NEW_PAGES, MAX_REPEATED_STEPS = 0.1, 2
 """Fraction of the new pages without it from which a step with freed tensors retained is made again, and how often."""
 
+FILLED_NUMEL = 1 << 20
+"""Elements of a tensor that is filled to time new pages: 4 MiB, which glibc maps and unmaps."""
+
 ALTERNATIONS = 2
 """How often the two heap policies take turns, twice each time."""
 
@@ -184,6 +187,28 @@ def time_release_and_retain(
             if timings[0][0].is_slow:
                 break
     return _average(statistics.mean, timings[0]), _average(statistics.mean, timings[1])
+
+
+def time_filling(ranks: RankGroup, device: torch.device) -> tuple[StepTiming, StepTiming]:
+    """Time filling a tensor on new pages, and on pages that it has already [M-autotune-14]. Collective.
+
+    All ranks do so at the same time, since they share the memory's bandwidth.
+    """
+    filled = torch.ones(FILLED_NUMEL)
+
+    def fill_new() -> Any:
+        torch.ones(FILLED_NUMEL)
+        return record_event(device)
+
+    def fill_again() -> Any:
+        filled.fill_(1.0)
+        return record_event(device)
+
+    steps = [fill_new, fill_again]
+    repeats = [_time_each_once(steps, ranks, device) for _ in range(WARMUP_STEPS + MAX_STEPS)]
+    new, old = (_average(statistics.median, timings) for timings in zip(*repeats[WARMUP_STEPS:], strict=True))
+    new, old = _max_over_ranks([new, old], ranks)
+    return new, old
 
 
 def _time_filled_heap(

@@ -74,7 +74,7 @@ def make_trial_setup(
     cluster: Cluster | None = None,
     free_bytes: Callable[[], int] = lambda: ROOM,
     remaining_s: Callable[[], float] = lambda: math.inf,
-    searched_sizes: Sequence[int] = (4,),
+    searched_sizes: Sequence[int] = (2, 4),
 ) -> TrialSetup:
     ranks = all_ranks()
     return TrialSetup(

@@ -113,14 +113,19 @@ def test_heap_trial_without_memory_for_heap_growth_gives_no_result() -> None:
             assert kept is None
 
 
-def test_heap_trial_skipped_for_time_assumes_retain_speedup() -> None:
+def test_heap_trial_skipped_for_time_saves_the_time_of_new_pages() -> None:
     for same, times, kept in run_ranks(run_heap_trials, 2, ROOM, startup_budget.HEAP_TRIAL_RESERVE_S):
         assert same
         assert kept is not None
-        for size in (2, 8):
-            assert compute_s(kept, size) == pytest.approx(
-                calibration.ASSUMED_RETAIN_TIME_RATIO * compute_s(times, size)
-            )
+        assert all(0 < compute_s(kept, size) <= compute_s(times, size) for size in (2, 8))
+
+
+def test_filling_a_tensor_again_needs_no_new_pages() -> None:
+    configure_cpu_allocator()
+    new, again = trial_step.time_filling(all_ranks(), CPU)
+    assert new.page_faults >= 1024  # 4 MiB
+    assert again.page_faults < 100
+    assert again.step_s > 0
 
 
 @pytest.mark.parametrize(
@@ -192,14 +197,15 @@ def test_unsharded_batch_sizes_take_largest_size_within_memory_and_time(monkeypa
     assert found == [[2], [2], [2, 4], [2, 5], [2, 8], [2, 6]]
 
 
-@pytest.mark.parametrize(("planned", "larger"), [(1, 4), (3, 4), (5, 5), (8, 8), (9, 9)])
-def test_unsharded_step_is_tried_at_the_only_batch_size_that_may_be_planned(planned: int, larger: int) -> None:
+@pytest.mark.parametrize(("planned", "tried"), [(1, [2, 8]), (2, [2]), (3, [3]), (8, [8]), (9, [9])])
+def test_unsharded_step_is_tried_at_the_only_batch_size_that_may_be_planned(planned: int, tried: list[int]) -> None:
     module, hardware = Module(), some_cluster(2)
     traced = trace(module, BATCH, 4, device=CPU)
     parts = compute.measure_compute(traced, CPU, time_budget_s=0.0)
     setup = make_trial_setup(module, traced, hardware, searched_sizes=(planned,))
     assert traced.batch_sizes == (2, 8)
-    assert calibration.unsharded_batch_sizes(setup, parts, ROOM) == [2, larger]
+    assert calibration.unsharded_batch_sizes(setup, parts, ROOM) == tried
+    assert calibration.unsharded_batch_sizes(setup, parts, trial_bytes(traced.model_profile, hardware, 2)) == [2]
 
 
 @pytest.mark.parametrize(
