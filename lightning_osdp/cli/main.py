@@ -26,13 +26,12 @@ from lightning_osdp import __version__
 from lightning_osdp.cli import emulate, error_block, fit, measure_links, offline_plan
 from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning.search.plan_selection import variant_of_plan
-from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes, format_seconds, parse_memory_limit
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.whatif import hardware
-from lightning_osdp.planning.whatif.simulate import SimulatedPoint, problem_for_hardware, simulate, sweep_memory_limits
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate_one, sweep_memory_limits
 from lightning_osdp.report import diff, explain, tables
 from lightning_osdp.state import checkpoint
 from lightning_osdp.state.atomic_files import check_text_writable, write_text
@@ -311,11 +310,6 @@ def _add_simulate_arguments(parser: ArgumentParser) -> None:
 def _simulate(options: Namespace) -> None:
     _check_page(options.html)
     hardware_spec = hardware.load(options.hardware)
-    policy = BatchSizePolicy(
-        arguments.validate_positive("batch_size", options.batch_size),
-        arguments.validate_positive("max_batch_size", options.max_batch_size),
-        arguments.validate_positive("global_batch_size", options.global_batch_size),
-    )
     limit_bytes, share = parse_memory_limit("auto" if options.memory_limit is None else options.memory_limit)
     limit_bytes = limit_bytes or hardware_spec.usable_bytes(share)
     powers = (1 << exponent for exponent in range(hardware_spec.devices.bit_length()))
@@ -325,16 +319,10 @@ def _simulate(options: Namespace) -> None:
     if options.dtype is not None:
         hardware_spec.get_peak_flops(options.dtype)
     config = _load_config(options)
-    run = offline_plan.profile_from_config(config)
+    run = offline_plan.profile_from_config(config, **{name: options[name] for name in offline_plan.BATCH_SIZE_ARGS})
     dtype = options.dtype or run.matmul_dtype(config.trainer.get("precision"), hardware_spec)
-    model, constraints = run.model, run.constraints
-    points = [
-        point
-        for count in devices
-        for point in simulate(
-            model, hardware_spec, [count], limit_bytes, run.limit_batch_sizes(policy, count), dtype, constraints
-        )
-    ]
+    problems = {count: run.problem_on(hardware_spec, count, limit_bytes, dtype) for count in devices}
+    points = [simulate_one(problem, run.policy(count)) for count, problem in problems.items()]
     if options.json:
         _print(json.dumps([point.model_dump(mode="json", exclude={"plan"}) for point in points], indent=2))
     else:
@@ -348,8 +336,7 @@ def _simulate(options: Namespace) -> None:
     if options.html is not None:
         largest = max(fitting, key=lambda point: point.devices)
         assert largest.plan is not None
-        problem = problem_for_hardware(model, hardware_spec, largest.devices, limit_bytes, dtype, constraints)
-        _write_page(options.html, largest.plan, variant_of_plan(largest.plan, problem), points)
+        _write_page(options.html, largest.plan, variant_of_plan(largest.plan, problems[largest.devices]), points)
 
 
 def _nothing_fits(points: Sequence[SimulatedPoint]) -> InfeasibleError:

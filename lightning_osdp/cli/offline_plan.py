@@ -39,13 +39,16 @@ PLANNING_ARGS = tuple(option.name for option in fields(PlanningOptions))
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "config": {"type": str, "required": True, "help": "the YAML that LightningCLI trains from"},
     "memory_limit": {"type": str, "help": "per device: 16GiB or 90% (default: what it has)"},
-    "batch_size": {"type": int, "help": "per device, fixed (default: searched)"},
+    "batch_size": {"type": int, "help": "per device, fixed (default: the file's, or searched)"},
     "max_batch_size": {"type": int, "help": "the largest that is considered"},
     "global_batch_size": {"type": int, "help": "over all devices, made exactly"},
     "cache": {"type": str, "help": "folder of measurements (default: the user's; '': none)"},
     "html": {"type": str, "help": "file for a page with the plan's pictures"},
 }
 """Arguments that several commands have."""
+
+BATCH_SIZE_ARGS = ("batch_size", "max_batch_size", "global_batch_size")
+"""Those of ``ARGUMENTS`` that say which batch sizes may be tried."""
 
 MakeTrainer = Callable[[pl.LightningModule, dict[str, Any]], pl.Trainer]
 """Makes a Trainer for a module from the file's arguments, but for ``strategy`` and ``accelerator``."""
@@ -189,8 +192,7 @@ def plan_from_config(
         InfeasibleError: nothing fits.
         TraceError: the training step can't be traced.
     """
-    given = {name: value for name, value in planning_args.items() if value is not None}
-    options = PlanningOptions(**config.planning_args | given)
+    options = _planning_options(config, planning_args)
     cluster = _resolve_cluster(config, arguments.read_cluster(options.cluster), devices)
     options, device = replace(options, cluster=cluster), offline.measuring_device(config.accelerator, cluster)
     limit = offline.prepare_device(device, cluster, options)
@@ -203,18 +205,27 @@ def plan_from_config(
     return result
 
 
-def profile_from_config(config: TrainingConfig) -> offline.ProfiledRun:
+def _planning_options(config: TrainingConfig, given: Mapping[str, Any]) -> PlanningOptions:
+    named = {name: value for name, value in given.items() if value is not None}
+    return PlanningOptions(**config.planning_args | named)
+
+
+def profile_from_config(config: TrainingConfig, **planning_args: Any) -> offline.ProfiledRun:
     """Trace the file's model on fake tensors: nothing is allocated but what its own code allocates.
+
+    Args:
+        config: what to train.
+        **planning_args: as in ``plan_from_config``.
 
     Returns:
         The model, with the FLOPs and bytes of its precision setting, whatever devices are here; what the file does
-        not leave to a search; and what its data allow.
+        not leave to a search; and the batch sizes that it and its data allow.
 
     Raises:
         ConfigurationError: something can't be built.
         TraceError: the training step can't be traced.
     """
-    options = PlanningOptions(**config.planning_args)
+    options = _planning_options(config, planning_args)
 
     def profile_in_trainer(trainer: pl.Trainer) -> offline.ProfiledRun:
         return offline.profile_in_setup(trainer, options)

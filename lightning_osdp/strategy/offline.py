@@ -38,6 +38,7 @@ from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.constraints import UNCONSTRAINED, SearchConstraints
 from lightning_osdp.planning.spec.model import CheckpointMemory, ModelProfile, NonTrainingWork
 from lightning_osdp.planning.spec.plan import ExecutionPlan
+from lightning_osdp.planning.spec.problem import Problem
 from lightning_osdp.planning.whatif import hardware as whatif_hardware
 from lightning_osdp.planning.whatif.simulate import problem_for_hardware
 from lightning_osdp.profiling.tracing.isolation import restored
@@ -167,16 +168,13 @@ def _plan_for_hardware(
     num_devices = devices or described.devices
     whatif_hardware.build_cluster(described, num_devices)  # refused here, before the step is traced
 
-    def profile(trainer: pl.Trainer) -> tuple[ProfiledRun, BatchSizePolicy]:
-        run = profile_in_setup(trainer, options)
-        policy = options.policy_with_kept_sizes(trainer, run.loader_batch_size, num_devices)
-        return run, run.limit_batch_sizes(policy, num_devices)
-
-    run, policy = _run(module, data, trainer_args, torch.device("cpu"), profile)
+    run: ProfiledRun = _run(
+        module, data, trainer_args, torch.device("cpu"), lambda trainer: profile_in_setup(trainer, options)
+    )
+    policy = run.policy(num_devices)
     limit_bytes = options.memory_limit_bytes or described.usable_bytes(options.memory_share)
     dtype = run.matmul_dtype(trainer_args.get("precision"), described)
-    problem = problem_for_hardware(run.model, described, devices, limit_bytes, dtype, run.constraints)
-    problem = replace(problem, non_training=run.averages, overhead_bytes=run.averages.copied_bytes)
+    problem = run.problem_on(described, num_devices, limit_bytes, dtype)
     found = select_plan(problem, policy, ())
     return found.model_copy(update={"baselines": find_baselines(found, problem, policy)})
 
@@ -228,18 +226,21 @@ class ProfiledRun:
     Attributes:
         model: the traced module.
         constraints: what is not left to a search.
-        loader_batch_size: the batch size that the data loader has now.
-        limit_batch_sizes: restricts a search, for a number of ranks, to what the length of the data allows.
+        policy: returns the batch sizes that a number of ranks may try: as asked for, within what the data allow.
         averages: what averages of the weights need.
         parameter_dtype: the type of most parameters: ``fp32``, ``fp16`` or ``bf16``.
     """
 
     model: ModelProfile
     constraints: SearchConstraints
-    loader_batch_size: int
-    limit_batch_sizes: Callable[[BatchSizePolicy, int], BatchSizePolicy]
+    policy: Callable[[int], BatchSizePolicy]
     averages: NonTrainingWork
     parameter_dtype: str = "fp32"
+
+    def problem_on(self, hardware: whatif_hardware.Hardware, devices: int, limit_bytes: int, dtype: str) -> Problem:
+        """Return the problem of this run on described hardware; arguments as in ``problem_for_hardware``."""
+        problem = problem_for_hardware(self.model, hardware, devices, limit_bytes, dtype, self.constraints)
+        return replace(problem, non_training=self.averages, overhead_bytes=self.averages.copied_bytes)
 
     def matmul_dtype(self, precision: Any, hardware: whatif_hardware.Hardware) -> str:
         """Return the type of matrix products under a Trainer's ``precision``.
@@ -269,14 +270,15 @@ def profile_in_setup(trainer: pl.Trainer, options: PlanningOptions) -> ProfiledR
     searched = options.constraints(own_constraints, blocker, context.device)
     present = data.loader_batch_size or context.batch_size
 
-    def limit_batch_sizes(policy: BatchSizePolicy, ranks: int) -> BatchSizePolicy:
-        policy = policy.restricted_to(traced.model_profile.only_batch_size)
-        is_fixed = policy.batch_size is not None
-        return policy if is_fixed else data.bounded_policy(present, policy, ranks, options.min_steps_per_epoch)
+    def policy(ranks: int) -> BatchSizePolicy:
+        asked = options.policy_with_kept_sizes(trainer, present, ranks)
+        asked = asked.restricted_to(traced.model_profile.only_batch_size)
+        is_fixed = asked.batch_size is not None
+        return asked if is_fixed else data.bounded_policy(present, asked, ranks, options.min_steps_per_epoch)
 
     averages = count_averaged_copies(trainer, context.device, NonTrainingWork())
     dtype = _parameter_dtype(trainer.lightning_module)
-    return ProfiledRun(traced.model_profile, searched, present, limit_batch_sizes, averages, dtype)
+    return ProfiledRun(traced.model_profile, searched, policy, averages, dtype)
 
 
 def _parameter_dtype(module: pl.LightningModule) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -37,6 +38,67 @@ def test_simulate_json_has_one_entry_per_device_count(capsys: pytest.CaptureFixt
 def test_simulate_by_default_doubles_devices_up_to_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["simulate", *HARDWARE, "--json"]) == main.DONE
     assert [entry["devices"] for entry in json.loads(capsys.readouterr().out)] == [1, 2, 4, 8, 16]
+
+
+def simulate_changed_example(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], strategy: dict[str, object], *options: str, **trainer: object
+) -> dict[str, Any]:
+    """The plan on two devices of the example's file with other arguments."""
+    config = yaml.safe_load(EXAMPLE.read_text())
+    own = {"class_path": "lightning_osdp.OSDPStrategy", "init_args": strategy}
+    file = tmp_path / "fit.yaml"
+    file.write_text(yaml.safe_dump(config | {"trainer": config["trainer"] | trainer | {"strategy": own}}))
+    (tmp_path / "model.py").write_text((EXAMPLE.parent / "model.py").read_text())
+    given = ("--config", str(file), *HARDWARE[2:4], "--devices", "2", *options, "--json")
+    assert main.main(["simulate", *given]) == main.DONE
+    (found,) = json.loads(capsys.readouterr().out)
+    return dict(found["osdp"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "batch_size", "in_all"),
+    [
+        ({"batch_size": "keep"}, (), 16, 16 * 2 * 4),
+        ({"batch_size": 6}, (), 6, 6 * 2 * 4),
+        ({"batch_size": 6}, ("--batch-size", "5"), 5, 5 * 2 * 4),
+        ({"max_batch_size": 3, "min_steps_per_epoch": 1}, (), 3, 3 * 2 * 4),
+        ({"global_batch_size": "keep", "max_batch_size": 8}, (), 8, 16 * 2 * 4),
+    ],
+)
+def test_simulate_takes_batch_sizes_and_accumulation_of_the_file(
+    strategy: dict[str, object],
+    options: tuple[str, ...],
+    batch_size: int,
+    in_all: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = simulate_changed_example(tmp_path, capsys, strategy, *options, accumulate_grad_batches=4)
+    assert (found["batch_size"], found["global_batch_size"]) == (batch_size, in_all)
+
+
+def test_simulate_takes_the_type_of_the_files_precision_unless_one_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step_s(precision: str, *options: str) -> float:
+        given = ("--devices", "1", *options)
+        found = simulate_changed_example(tmp_path, capsys, {"batch_size": 64}, *given, precision=precision)
+        return float(found["step_time_s"])
+
+    assert step_s("16-true") < step_s("16-true", "--dtype", "fp32")
+    assert step_s("32-true", "--dtype", "fp16") < step_s("32-true")
+
+
+def test_simulate_counts_copies_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def peak_bytes(**trainer: object) -> int:
+        strategy = {"batch_size": "keep"}
+        return int(simulate_changed_example(tmp_path, capsys, strategy, **trainer)["peak_memory_bytes"])
+
+    averaging = {
+        "class_path": "lightning.pytorch.callbacks.StochasticWeightAveraging",
+        "init_args": {"swa_lrs": 0.1, "device": None},
+    }
+    assert peak_bytes(callbacks=[averaging]) > 1.1 * peak_bytes()
 
 
 def test_simulate_with_clipping_needs_memory_for_all_gradients(
