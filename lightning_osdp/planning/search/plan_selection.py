@@ -16,7 +16,7 @@ from lightning_osdp.errors import InfeasibleError
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import TRIAL_RELATIVE_ERROR, Trial, apply_trial, trials_of_plan
 from lightning_osdp.planning.search.batch_size_search import WrapPolicySearch, no_deadline, search_batch_sizes, to_plan
-from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
+from lightning_osdp.planning.spec.batch_sizes import MAX_BATCH_SIZE, BatchSizePolicy
 from lightning_osdp.planning.spec.constraints import SearchConstraints
 from lightning_osdp.planning.spec.frozen import FrozenModel
 from lightning_osdp.planning.spec.model import NonTrainingWork
@@ -235,7 +235,7 @@ def variant_policy(variant: Problem, policy: BatchSizePolicy) -> BatchSizePolicy
     limit = variant.max_retained_batch_size
     if not variant.has_retained_heap or limit is None or policy.batch_size is not None:
         return policy
-    if policy.max_batch_size is not None and policy.max_batch_size <= limit:
+    if (policy.max_batch_size or MAX_BATCH_SIZE) <= limit:
         return policy
     return replace(policy, max_batch_size=limit, bounding_setting="freed memory that is retained")
 

@@ -31,7 +31,9 @@ from lightning_osdp.planning.search.plan_selection import (
     repredict,
     request_key,
     select_plan,
+    variant_policy,
 )
+from lightning_osdp.planning.spec.batch_sizes import MAX_BATCH_SIZE
 from lightning_osdp.planning.spec.choices import WEIGHT_MODES, Mode, ShardingChoice
 from lightning_osdp.planning.spec.cluster import ComputeTimes
 from lightning_osdp.planning.spec.constraints import SearchConstraints
@@ -41,7 +43,7 @@ from lightning_osdp.planning.spec.search_record import PeakMoment
 from lightning_osdp.report.diff import diff
 from lightning_osdp.report.explain import explain
 from lightning_osdp.report.tables import plan_table
-from tests.support.small_models import MIB, blocks_of_one, cluster, compute
+from tests.support.small_models import MIB, RANKS, blocks_of_one, cluster, compute
 
 MODEL = blocks_of_one(3, 2)
 ROOMY = 1 << 10
@@ -222,6 +224,8 @@ def test_select_plan_does_not_retain_heap_above_max_retained_batch_size() -> Non
     desks, larger = WrapPolicySearch(whole.with_retained_heap()), kept.model_copy(update={"batch_size": 4})
     assert repredict(desks, UP_TO_FOUR, kept, kept) is not None
     assert repredict(desks, UP_TO_FOUR, larger, kept) is None
+    roomy = replace(whole, max_retained_batch_size=MAX_BATCH_SIZE + 1).with_retained_heap()
+    assert max(variant_policy(roomy, BatchSizePolicy()).candidates(RANKS)) == (MAX_BATCH_SIZE, 1)
 
 
 @pytest.mark.parametrize("per_sample", [1, 4 * MIB, MAX_MMAP_THRESHOLD - 1, MAX_MMAP_THRESHOLD])
