@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from pydantic import BaseModel
 from torch import nn
@@ -38,6 +40,12 @@ from lightning_osdp.strategy.step_timer import WARMUP_STEPS, StepTimer
 
 PARENT_POLL_S = 1.0
 """Seconds between two looks for the command that started this process."""
+
+_NOT_CALLED = (Checkpoint, ProgressBar)
+"""Callbacks that a Trainer refuses which neither saves nor shows anything."""
+
+_NEVER = 1 << 62
+"""The number of steps before which no callback may end the run."""
 
 StrategyName = Literal["osdp", "ddp", "fsdp", "fsdp2"]
 
@@ -87,15 +95,24 @@ class StrategyResult(BaseModel):
 
 
 class _Measure(pl.Callback):
-    """Times optimizer steps, and ends the run after enough of them."""
+    """Times optimizer steps, and ends the run after enough of them, not where others would on metrics without meaning.
+
+    Attributes:
+        num_steps: optimizer steps so far; batches where the module has several optimizers, or steps them itself.
+    """
 
     def __init__(self, steps: int) -> None:
-        self._steps = steps + WARMUP_STEPS
+        self._needed_steps = steps + WARMUP_STEPS
+        self._steps_before_epoch = 0
+        self.num_steps = 0
         self.timer: StepTimer | None = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.timer = StepTimer(trainer.strategy.root_device, lambda: COMM_WAIT.seconds)
+        for reader in (*trainer.callbacks, *trainer.lr_scheduler_configs):  # type: ignore[attr-defined]
+            if hasattr(reader, "strict"):  # of EarlyStopping and ReduceLROnPlateau: no validation gives their metric
+                reader.strict = False
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
@@ -108,8 +125,23 @@ class _Measure(pl.Callback):
         if trainer.fit_loop._should_accumulate():
             return
         self.timer.on_step_end()
-        if trainer.global_step >= self._steps:
+        self.num_steps += 1
+        if self.num_steps >= self._needed_steps:
+            trainer.fit_loop.epoch_loop.min_steps = None
             trainer.should_stop = True
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.num_steps == self._steps_before_epoch:  # a stream that can be read once, for example
+            raise self.too_few_steps()
+        self._steps_before_epoch = self.num_steps
+
+    def too_few_steps(self) -> ConfigurationError:
+        """Return the error of a run that had no data for its steps."""
+        return ConfigurationError(
+            f"the train dataloader has batches for {self.num_steps} optimizer steps of a rank, "
+            f"{self._needed_steps} are needed: {WARMUP_STEPS} to warm up, and those of --steps"
+        )
 
 
 class _FSDPOnAnyDevice(FSDPStrategy):
@@ -196,23 +228,27 @@ def train(task: Task) -> StrategyResult:
         strategy = _make_strategy(task, module, config.strategy)
         if task.strategy != "osdp":
             _set_batch_size_in_setup(strategy, task.batch_size, task.cluster.ranks)
-        own = {
+        own: dict[str, Any] = {
             "strategy": strategy,
             "accelerator": "cuda" if device.type == "cuda" else "cpu",
             "plugins": [environment],
-            "callbacks": [*arguments.pop("callbacks"), measure],
+            "callbacks": [*(each for each in arguments.pop("callbacks") if not isinstance(each, _NOT_CALLED)), measure],
             "max_epochs": -1,
             "max_steps": -1,
+            "min_epochs": 0,
+            "min_steps": _NEVER,
             "max_time": None,
             "limit_val_batches": 0,
             "num_sanity_val_steps": 0,
         }
+        if config.trainer.get("logger") is not False:
+            own["logger"] = DummyLogger()  # the module's own code may use it
         return pl.Trainer(**arguments | offline.QUIET_TRAINER_ARGS | own)
 
     trainer = offline_plan.fit_config(config, make_trainer)
-    assert measure.timer is not None
-    measured = measure.timer.summarize()
-    assert measured is not None, "more steps than the warm-up were made"
+    measured = measure.timer.summarize() if measure.timer is not None else None
+    if measured is None:
+        raise measure.too_few_steps()
     strategy: Any = trainer.strategy
     plan = strategy.execution_plan if task.strategy == "osdp" else None
     return StrategyResult(

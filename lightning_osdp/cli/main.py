@@ -1,4 +1,4 @@
-"""Run ``osdp profile | plan | explain | diff | simulate | consolidate``, and LightningCLI as ``osdp fit``.
+"""Run ``osdp profile | plan | explain | diff | simulate | emulate | consolidate``, and LightningCLI as ``osdp fit``.
 
 Exit status: 0 done, 1 nothing fits under the memory limit, 2 bad usage or bad input. The standard error stream says
 what is wrong, once, whatever the number of ranks; ``--verbose`` adds the traceback. With ``--json`` the standard output

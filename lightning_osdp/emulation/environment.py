@@ -161,6 +161,6 @@ def _is_cluster_file(path: Path) -> bool:
     """Return whether a file is meant as a measured cluster, which has fields that no hardware has."""
     try:
         data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
-    except (OSError, ValueError):  # reading it as hardware says what is wrong
+    except (OSError, ValueError, RecursionError):  # reading it as hardware says what is wrong
         return False
     return isinstance(data, dict) and not {"link", "hierarchical_links", "engine"}.isdisjoint(data)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_osdp
-from lightning_osdp.cli import emulate
+from lightning_osdp.cli import emulate, emulate_worker
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation import EmulatedCluster
 from lightning_osdp.emulation.environment import resolve_cluster
@@ -327,3 +327,103 @@ def test_module_above_a_gibibyte_or_a_quarter_of_memory_is_planned_from_its_shap
     args = ["--config", str(CONFIG), "--hardware", "a100-80gb-nvlink", "--devices", "8", "--plan-only"]
     assert main(["emulate", *args]) == 2
     assert found == [limit_bytes]
+
+
+OWN_MODULE = """
+import lightning as L
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, index):
+        self.logger.experiment.add_scalar("index", index)
+        loss = self.layer(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+
+class ReadOnce(IterableDataset):
+    left = 10
+
+    def __iter__(self):
+        while self.left:
+            self.left -= 1
+            yield [torch.randn(8)]
+
+
+class Data(L.LightningDataModule):
+    def __init__(self, kind: str = ""):
+        super().__init__()
+        self.kind = kind
+        self.once = ReadOnce()
+
+    def train_dataloader(self):
+        samples = TensorDataset(torch.randn(64 if self.kind != "small" else 4, 8))
+        return DataLoader(self.once if self.kind == "once" else samples, batch_size=2, drop_last=True)
+"""
+
+CALLBACKS = {
+    "EarlyStopping": {"monitor": "train_loss", "mode": "max", "patience": 1},
+    "ModelCheckpoint": {"monitor": "val_loss"},
+    "LearningRateMonitor": {},
+    "TQDMProgressBar": {},
+}
+STOPS_ON_VALIDATION = {"class_path": "lightning.pytorch.callbacks.EarlyStopping", "init_args": {"monitor": "val_loss"}}
+
+
+def train_own_module(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str, steps: int
+) -> emulate_worker.StrategyResult:
+    """Train a file of a user under DDP on eight ranks, as the command's process does."""
+    (folder / f"own_{kind}.py").write_text(OWN_MODULE)
+    callbacks = [
+        {"class_path": f"lightning.pytorch.callbacks.{name}", "init_args": args} for name, args in CALLBACKS.items()
+    ]
+    config = {
+        "model": {"class_path": f"own_{kind}.Net"},
+        "data": {"class_path": f"own_{kind}.Data", "init_args": {"kind": kind}},
+        "trainer": {"accelerator": "cpu", "callbacks": [*callbacks, STOPS_ON_VALIDATION], "min_steps": 10**6},
+    }
+    (folder / "fit.yaml").write_text(json.dumps(config))
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    task = emulate_worker.Task(
+        config="fit.yaml",
+        cluster=resolve_cluster("a100-80gb-nvlink", 8),
+        strategy="ddp",
+        num_steps=steps,
+        result="",
+        parent=0,
+    )
+    try:
+        return emulate_worker.train(task)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:ReduceLROnPlateau conditioned on metric:RuntimeWarning")
+def test_callbacks_neither_end_the_timed_steps_nor_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four steps an epoch: there are epochs without a metric of validation, which EarlyStopping and others ask for."""
+    result = train_own_module(tmp_path, monkeypatch, "plain", 6)
+    assert (result.batch_size, result.failure) == (2, "")
+    assert result.step_time_s > 0
+    assert not list(tmp_path.rglob("*.ckpt"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore:ReduceLROnPlateau conditioned on metric:RuntimeWarning")
+@pytest.mark.parametrize(("kind", "made"), [("small", 0), ("once", 5)])
+def test_data_for_too_few_steps_are_an_error(
+    kind: str, made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"has batches for {made} optimizer steps of a rank, 9 are needed"):
+        train_own_module(tmp_path, monkeypatch, kind, 6)

@@ -35,6 +35,9 @@ USABLE_MEMORY_FRACTION = 0.92
 Rate = Annotated[float, Field(ge=1, le=MAX_NUMBER)]
 """Bytes or operations per second."""
 
+MIN_BYTES_PER_S, MAX_LATENCY_S = 1e6, 1.0
+"""No link in a file is slower: with numbers in GB/s or microseconds, an emulated step would take hours."""
+
 _NAME = re.compile(r"(?:(\d+)x)?([^+]+?)(?:\+([^+]+))?")
 _FILES = resources.files(__package__) / "hardware_files"
 
@@ -254,6 +257,12 @@ def _parse(text: str, source: str) -> Hardware:
         raise ConfigurationError(f"hardware {source}: {describe_error(error)}") from error
     if hardware.nodes > 1 and hardware.between_nodes is None:
         raise ConfigurationError(f"hardware {source}: between_nodes: is needed where there are several nodes")
+    for place, link in (("within_node", hardware.within_node), ("between_nodes", hardware.between_nodes)):
+        for field, value in (link.model_dump() if link is not None else {}).items():
+            is_time = field == "latency_s"
+            if value > MAX_LATENCY_S if is_time else value < MIN_BYTES_PER_S:
+                what = f"{value:g} {'s' if is_time else 'bytes/s'}"
+                raise ConfigurationError(f"hardware {source}: field {place}.{field}: {what} is no link: check its unit")
     return hardware
 
 

@@ -97,6 +97,14 @@ HOLES = {
         "within_node.all_reduce_bytes_per_s",
     ),
     "a latency that is no number": (lambda data: data["within_node"].update(latency_s="fast"), "within_node.latency_s"),
+    "a bandwidth in GB/s": (
+        lambda data: data["within_node"].update(all_gather_bytes_per_s=370),
+        "within_node.all_gather_bytes_per_s: 370 bytes/s is no link: check its unit",
+    ),
+    "a latency in microseconds": (
+        lambda data: data["between_nodes"].update(latency_s=5.7),
+        "between_nodes.latency_s: 5.7 s is no link: check its unit",
+    ),
     "no devices": (lambda data: data.update(devices_per_node=0), "devices_per_node"),
 }
 
@@ -122,7 +130,7 @@ def test_cluster_file_with_a_hole_is_an_error_that_names_it(field: str, tmp_path
         resolve_cluster(file, 16)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "null", "\x00"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", "\x00", "[" * 5000])
 def test_file_that_describes_nothing_is_an_error(text: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(text)

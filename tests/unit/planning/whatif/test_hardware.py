@@ -159,9 +159,10 @@ def test_load_requires_node_count_and_network_together(name: str) -> None:
 
 def test_load_reads_user_hardware_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
-    file.write_text(hardware().model_dump_json())
-    assert load(file) == hardware()
-    assert load(str(file)) == hardware()
+    real = hardware(within_node=link_spec(2e9, 1e-5), between_nodes=link_spec(1e6, 1.0))
+    file.write_text(real.model_dump_json())
+    assert load(file) == real
+    assert load(str(file)) == real
 
 
 def test_load_names_damaged_field_or_missing_hardware_file(tmp_path: Path) -> None:
