@@ -28,9 +28,9 @@ MAX_CHANGE, MAX_TOTAL_CHANGE = 2.0, 8.0
 class Correction(FrozenModel):
     """Changes of the next prediction; the default changes nothing."""
 
-    compute: float = Field(gt=0, allow_inf_nan=False, default=1.0)
+    compute: float = Field(ge=1 / MAX_TOTAL_CHANGE, le=MAX_TOTAL_CHANGE, default=1.0)
     """Factor on the measured times of kernels."""
-    communication: float = Field(gt=0, allow_inf_nan=False, default=1.0)
+    communication: float = Field(ge=1 / MAX_TOTAL_CHANGE, le=MAX_TOTAL_CHANGE, default=1.0)
     """Factor on the times of collectives, which include waiting for other ranks in a real step."""
     memory_bytes: int = 0
     """Addition to the memory of the process before the model."""

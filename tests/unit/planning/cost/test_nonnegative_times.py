@@ -213,6 +213,8 @@ def trial_of(plan: ExecutionPlan, measured_s: float) -> Trial:
         (OperatorTime, {"forward": LinearInBatch(fixed=-1.0)}),
         (Trial, {"plan_key": "", "predicted_s": -19.8e-3, "measured_s": 1.0, "overhead_by_kind_s": {}}),
         (Correction, {"compute": 0.0}),
+        (Correction, {"compute": 1e300}),
+        (Correction, {"communication": 1e-300}),
     ],
 )
 def test_measured_values_that_can_not_be_are_refused(kind: type, values: dict[str, object]) -> None:
