@@ -17,7 +17,7 @@ from typing import Any
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.cpu_effects import MAX_MMAP_THRESHOLD, MIN_MAPPED_BYTES
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _TRIM_BYTES, _MMAP_BYTES = 128 << 10, MIN_MAPPED_BYTES
 _NEVER_TRIM, _RETAINED_MMAP_BYTES = -1, MAX_MMAP_THRESHOLD
 """Thresholds of a heap that retains: its end is never released, and the largest that glibc accepts for mappings."""
@@ -56,8 +56,14 @@ class GlibcHeap:
         """Whether freed tensors stay in the heap."""
 
     def configure(self) -> bool:
-        """Release freed tensors from now on; return False if that can't be set."""
+        """Release freed tensors from now on; return False if that can't be set.
+
+        New threads allocate in the one heap, which can retain what they free: gloo's take a tensor of the size of a
+        gradient for each reduction [M-backend-20].
+        """
         self._is_configured = hasattr(self._libc, "mallopt") and self._set_thresholds(_MMAP_BYTES, _TRIM_BYTES)
+        if self._is_configured:
+            self._libc.mallopt(_M_ARENA_MAX, 1)
         return self._is_configured
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from resource import RUSAGE_SELF, getrusage
 
 import numpy as np
@@ -100,6 +101,30 @@ def test_heap_retained_reuses_pages_and_leaves_none_behind() -> None:
     assert within < 5 * 512
     assert min(outside, again) > 100 * 512
     assert left < 1e6
+
+
+def make_arrays_in_thread(rank: int, ranks: int) -> tuple[int, int]:
+    """Page faults of the same work in a thread of its own, before the heap is retained and once it is."""
+    malloc.configure_cpu_allocator()
+
+    def work() -> int:
+        before = count_faults()
+        for _ in range(50):
+            np.full(1 << 18, 1.0)
+        return count_faults() - before
+
+    with ThreadPoolExecutor(1) as thread:
+        outside = thread.submit(work).result()
+        with malloc.HEAP.retained(64 * MIB):
+            thread.submit(work).result()
+            return outside, thread.submit(work).result()
+
+
+def test_heap_retained_reuses_pages_of_other_threads() -> None:
+    """50 arrays of 512 pages, as gloo's threads make them for reductions."""
+    ((outside, within),) = run_ranks(make_arrays_in_thread, 1)
+    assert outside > 25 * 512
+    assert within < 5 * 512
 
 
 def retain_at_most(rank: int, ranks: int) -> tuple[list[list[int]], int]:
