@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -31,6 +32,8 @@ def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out
 
 def storage_key(tensor: Tensor) -> int:
     """Return what tells the storage of a tensor from others."""
+    while is_functorch_wrapped_tensor(tensor):  # as torch.func gives it to modules
+        tensor = get_unwrapped(tensor)
     return int(tensor.untyped_storage()._cdata)
 
 

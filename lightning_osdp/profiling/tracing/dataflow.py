@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_osdp.engine.key_value_cache import copy_caches, describe_unused, filled_layer, note_reads
 from lightning_osdp.profiling.kernels.benchmark import tensors_of
 from lightning_osdp.profiling.tracing import fake_kernels
-from lightning_osdp.profiling.tracing.aten_calls import written_values
+from lightning_osdp.profiling.tracing.aten_calls import storage_key, written_values
 from lightning_osdp.profiling.tracing.host_syncs import UnknownNumber
 
 MAX_SOURCES = 32
@@ -208,7 +208,7 @@ class DataflowRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _serial(self, tensor: Tensor) -> int:
         """Return a number of the tensor's storage; a sparse tensor counts as one of its own."""
-        key = int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else -id(tensor)
+        key = storage_key(tensor) if tensor.layout == torch.strided else -id(tensor)
         serial = self._serials.get(key)
         if serial is None:
             serial = self._serials[key] = len(self._serials)

@@ -155,7 +155,7 @@ def _unsafe_reason(name: str, members: Sequence[int], recording: Recording) -> s
     if not recording.changed_parameters.isdisjoint(members):
         return "its weights are changed while it runs, by its forward or by a hook"
     if name in recording.transformed_modules:
-        return "torch.func differentiates it, which allows no hooks on what autograd saves"
+        return "torch.func transforms it, where no weight can be gathered"
     return ""
 
 

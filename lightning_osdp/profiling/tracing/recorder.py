@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -115,7 +116,7 @@ class Recording:
     twice_differentiated_parameters: set[int] = field(default_factory=set)
     """Indices of parameters that gradients depend on which may be differentiated again (``create_graph``)."""
     transformed_modules: set[str] = field(default_factory=set)
-    """Modules that run, at least in part, where hooks on saved tensors are forbidden, as by ``torch.func.grad``."""
+    """Modules that run with their own parameters, at least in part, in a transform of ``torch.func``."""
     host_syncs: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Reads of real tensors' values by the host: (number of ops before, modules that were running)."""
 
@@ -253,6 +254,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._record_site()
         if self._phase() == "forward":
             self.recording.calls[name] += 1
+            if peek_interpreter_stack() is not None and not set(self._parameters).isdisjoint(module.parameters(False)):
+                self.recording.transformed_modules.add(name)
         else:
             self.recording.recomputed_modules.add(name)
 

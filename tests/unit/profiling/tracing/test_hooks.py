@@ -123,8 +123,19 @@ def test_operator_that_changes_its_weight_is_replicated_with_that_reason(op: Cal
 
 def test_operator_with_torch_func_is_replicated_with_that_reason() -> None:
     found = operators_of(cases.Net(Differentiated()))
-    assert found["block.op"].replicated_reason.startswith("torch.func differentiates it")
+    assert found["block.op"].replicated_reason.startswith("torch.func transforms it")
     assert not found["out"].replicated_reason
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_step_that_transforms_an_operator_is_traced_and_replicates_it(transform: Any) -> None:
+    def run(net: nn.Module, x: Tensor) -> None:
+        y = transform(lambda y: net.get_submodule("0")(y).sum())(x)
+        (net.get_submodule("1")(x).sum() + y.sum()).backward()
+
+    found = operators_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), run)
+    assert found["0"].replicated_reason.startswith("torch.func transforms it")
+    assert not found["1"].replicated_reason
 
 
 def test_weight_used_after_its_operator_has_returned_is_replicated() -> None:
