@@ -187,6 +187,10 @@ def look_at(rank: int) -> dict[str, Any]:
         rows = torch.linspace(-1, 1, 64).view(2, 32)
         found["row without columns"] = torch.allclose(model.mlp.down(rows), plain.mlp.down(rows), atol=1e-6)
         found["column without rows"] = torch.allclose(model.mlp.up(rows[:, :16]), plain.mlp.up(rows[:, :16]), atol=1e-6)
+    model.embed.max_norm, model.sets.scale_grad_by_freq = 1.0, True
+    found["late option"] = "max_norm changes whole rows" in error_of(lambda: model.embed(sample["tokens"]))
+    found["late option of bags"] = "scale_grad_by_freq counts" in error_of(lambda: model.sets(sample["tokens"]))
+    model.embed.max_norm, model.sets.scale_grad_by_freq = None, False
     loss_of(model, sample).backward()
     engine.finish_backward()
     loss_of(plain, sample).backward()
@@ -333,7 +337,7 @@ def unfreeze_amid_training(rank: int) -> Any:
 
 def sum_of_squares(model: nn.Module, rank: int) -> Tensor:
     """Of the logits of no sample on the first rank, and of three longer ones on the second."""
-    return model(make_sample(0, 3 * rank, 5 + rank)).square().sum()
+    return model(make_sample(0, 3 * rank, 5 + rank)).square().sum() + model.mlp(torch.ones(2, 0, FEATURES)).sum()
 
 
 def run_without_samples(rank: int) -> dict[str, Tensor]:

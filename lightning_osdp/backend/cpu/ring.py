@@ -95,9 +95,10 @@ def ring_reduce_scatter(output_shard: Tensor, full_flat: Tensor, group: dist.Pro
     if ring.num_ranks == 1:
         output_shard.copy_(shards[0])
         return
-    chunks = _chunk_slices(output_shard)
+    if not (chunks := _chunk_slices(output_shard)):
+        return
     at_once = min(CHUNKS_IN_FLIGHT, len(chunks))
-    longest = chunks[0].stop if chunks else 0
+    longest = chunks[0].stop
     # Step s sums in buffer s % 2 and sends from there while step s + 1 fills the other. The last sums in the output.
     buffers = full_flat.new_empty(min(2, ring.num_ranks - 2), at_once, longest)
     for first in range(0, len(chunks), at_once):

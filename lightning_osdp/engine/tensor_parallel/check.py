@@ -6,6 +6,7 @@ Tracing asks when it looks for candidates, and the engine again before it cuts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -66,14 +67,17 @@ def tensor_refusal(module: nn.Module, role: TensorRole) -> str:
         return reason
     if role.has_scope and has_hooks(module):
         return "its forward is hooked"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        reasons = {
-            "max_norm changes whole rows of the weight": module.max_norm is not None,
-            "its gradients are sparse": module.sparse,
-            "scale_grad_by_freq counts the indices of one rank": module.scale_grad_by_freq,
-        }
-        return next((reason for reason, applies in reasons.items() if applies), "")
-    return ""
+    return table_refusal(module) if isinstance(module, nn.Embedding | nn.EmbeddingBag) else ""
+
+
+def table_refusal(table: Any) -> str:
+    """Return which option of a table keeps its columns from being looked up by themselves; empty if there is none."""
+    reasons = {
+        "max_norm changes whole rows of the weight": table.max_norm is not None,
+        "its gradients are sparse": table.sparse,
+        "scale_grad_by_freq counts the indices of one rank": table.scale_grad_by_freq,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), "")
 
 
 def _weight_refusal(weights: Sequence[nn.Parameter], others: Sequence[nn.Parameter | None]) -> str:

@@ -11,10 +11,12 @@ from torch.nn import functional
 
 from lightning_osdp.backend.row_collectives import gather_rows
 from lightning_osdp.engine.sliced_operator import cast_for_autocast
+from lightning_osdp.engine.tensor_parallel.check import table_refusal
 from lightning_osdp.engine.tensor_parallel.exchange import read_slice, share_gradient
-from lightning_osdp.engine.tensor_parallel.operator import Bags
+from lightning_osdp.engine.tensor_parallel.operator import Bags, TensorOperator
 from lightning_osdp.engine.tensor_parallel.operator_run import SlicedRun
 from lightning_osdp.engine.tensor_parallel.unit import TensorUnit
+from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.tensor import TensorRole
 
 
@@ -38,6 +40,7 @@ class SingleUnit(TensorUnit):
     def _look_up(self, own: Any, input: Tensor) -> Tensor:
         """Return the rows of the table for indices (...)."""
         (operator,) = self.operators
+        _check_options(operator)
         ids = input.reshape(-1)
         run, _ = self.start([len(ids)], str(ids.dtype), rows=ids)
         ids, ranks = run.gather(ids), self.groups.degree
@@ -54,6 +57,7 @@ class SingleUnit(TensorUnit):
     ) -> Tensor:
         """Return one row for each bag of indices."""
         (operator,) = self.operators
+        _check_options(operator)
         _check_bags(operator.module, input, offsets, per_sample_weights)
         bags = Bags.create(input, offsets, per_sample_weights)
         weights, has_end = bags.weights, offsets is not None and operator.module.include_last_offset
@@ -73,6 +77,15 @@ class SingleUnit(TensorUnit):
         rows = operator.look_up_bags(bags, weight)
         rows = run.to_rows(share_gradient(rows, self.groups.degree) if shares_values else rows)
         return rows[:-1] if has_end else rows  # the last one is what comes after the last bag
+
+
+def _check_options(operator: TensorOperator) -> None:
+    """Refuse options that a table has got since the plan was made."""
+    if reason := table_refusal(operator.module):
+        raise ShardingError(
+            f"{operator.name} is tensor parallel, but {reason}, which was not so when the plan was made: train without "
+            "tensor parallelism, OSDPCallback(tensor_parallel=False)"
+        )
 
 
 def _check_bags(module: Any, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> None:

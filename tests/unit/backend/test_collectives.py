@@ -48,6 +48,10 @@ def check_collectives(rank: int, world_size: int) -> list[str]:
             expected = torch.cat([ring_sum(wholes, p) for p in range(world_size)])
             check(f"all_gather together {sizes}", torch.equal(output, expected))
 
+    nothing = torch.empty(0)  # as rows of no elements are
+    collectives.reduce_scatter(nothing, torch.empty(0), group)
+    collectives.all_gather(torch.empty(0), nothing, group)
+
     for dtype in (torch.float32, torch.bfloat16):
         for size in PART_SIZES:
             case = f"{size} {dtype}"
