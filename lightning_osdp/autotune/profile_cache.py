@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 import re
@@ -34,6 +35,8 @@ CACHE_VERSION = 16
 """Version of the cached measurements. Raise it when a field changes its name or meaning: older files are ignored."""
 
 _CHECKSUM = re.compile(r',\s*"checksum":\s*"([0-9a-f]{64})"\s*}\s*$')
+
+log = logging.getLogger(__name__)
 
 FrozenT = TypeVar("FrozenT", bound=FrozenModel)
 
@@ -253,11 +256,19 @@ def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def store_correction(file: Path, correction: Correction, tries_anew: bool = False) -> None:
+def store_correction(file: Path, correction: Correction | None, tries_anew: bool = False) -> None:
     """Store what a run has shown with the measurements that its plan was made from.
 
-    With ``tries_anew`` plans and trials are dropped, so that the next start tries plans again.
+    Args:
+        file: the file of the measurements.
+        correction: the correction; None if the run contradicts the measurements, which are dropped then.
+        tries_anew: whether plans and trials are dropped, so that the next start tries plans again.
     """
+    if correction is None:
+        with suppress(OSError):
+            file.unlink()
+        log.info("the step is much shorter than predicted: the next start measures anew what was in %s", file)
+        return
     profile = read(file, Profile)
     if profile is not None:
         dropped = {"cached_plans": (), "trials": ()} if tries_anew else {}

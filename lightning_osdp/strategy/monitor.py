@@ -10,6 +10,7 @@ from lightning_osdp.backend.work import COMM_WAIT
 from lightning_osdp.planning.cost.run_correction import (
     Correction,
     MeasuredStep,
+    contradicts_measurements,
     exceeds_prediction,
     is_step_time_off,
     update_correction,
@@ -37,8 +38,8 @@ class PredictionMonitor:
         plan: the plan in use.
         rank_group: the ranks that train together; all of them call every method alike.
         correction: the correction that the plan was predicted with.
-        save_correction: called on rank 0 with the new correction, and whether plans have to be tried anew; None to save
-            nothing.
+        save_correction: called on rank 0 with the new correction, None if measurements are wrong, and whether plans
+            have to be tried anew; None to save nothing.
         detect_drift: whether to look for drift of the peak memory, which takes a small collective now and then.
     """
 
@@ -47,7 +48,7 @@ class PredictionMonitor:
         plan: ExecutionPlan,
         rank_group: RankGroup,
         correction: Correction,
-        save_correction: Callable[[Correction, bool], None] | None,
+        save_correction: Callable[[Correction | None, bool], None] | None,
         detect_drift: bool = False,
     ) -> None:
         self._plan = plan
@@ -95,7 +96,8 @@ class PredictionMonitor:
         if self._rank_group.is_rank_zero:
             tables.print_output(tables.measured_table(self._plan, measured, self._num_steps))
             if self._save_correction is not None:
-                correction = update_correction(self._correction, self._plan, measured)
+                is_wrong = contradicts_measurements(self._plan, measured)
+                correction = None if is_wrong else update_correction(self._correction, self._plan, measured)
                 self._save_correction(correction, is_step_time_off(self._plan, measured))
 
     def _slowest_rank_step(self) -> MeasuredStep | None:

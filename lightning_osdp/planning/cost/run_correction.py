@@ -85,6 +85,11 @@ def is_step_time_off(plan: ExecutionPlan, measured: MeasuredStep) -> bool:
     return abs(plan.predicted.step_time_s / measured.step_time_s - 1) > MAX_STEP_TIME_ERROR
 
 
+def contradicts_measurements(plan: ExecutionPlan, measured: MeasuredStep) -> bool:
+    """Return whether a run's step is shorter than any correction says. A longer one may wait for the user's data."""
+    return measured.step_time_s * MAX_TOTAL_CHANGE < plan.predicted.step_time_s
+
+
 def exceeds_prediction(plan: ExecutionPlan, peak_memory_bytes: int, margin: float) -> bool:
     """Return whether a measured peak is above the limit, or above the predicted one by the fraction ``margin``.
 

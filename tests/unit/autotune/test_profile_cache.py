@@ -56,3 +56,13 @@ def test_store_correction_drops_plans_and_trials_where_they_have_to_be_tried_ane
     assert found is not None
     assert found.correction == Correction(compute=2.0)
     assert (found.trials, found.cached_plans) == (((), ()) if tries_anew else ((trial,), (cached,)))
+
+
+def test_store_correction_drops_measurements_that_a_run_contradicts(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    for _ in range(2):  # another process may have dropped them
+        profile_cache.store_correction(file, None)
+        assert not file.exists()
+        file.write_text("{}")
+    profile_cache.store_correction(tmp_path, None)  # a folder stays
+    assert tmp_path.exists()

@@ -7,6 +7,7 @@ import pytest
 from lightning_osdp.planning.cost.run_correction import (
     Correction,
     MeasuredStep,
+    contradicts_measurements,
     correct_cluster,
     correct_compute,
     exceeds_prediction,
@@ -122,3 +123,8 @@ def test_correction_scales_all_compute_and_collective_times() -> None:
 @pytest.mark.parametrize(("factor", "is_off"), [(1.0, False), (1.14, False), (1.2, True), (0.9, False), (0.8, True)])
 def test_is_step_time_off_beyond_fifteen_percent(factor: float, is_off: bool) -> None:
     assert is_step_time_off(PLAN, MeasuredStep(1.25 / factor, None, 0)) == is_off
+
+
+@pytest.mark.parametrize(("step_s", "is_wrong"), [(1.25, False), (125.0, False), (0.16, False), (0.15, True)])
+def test_measurements_are_wrong_where_a_step_is_an_eighth_of_its_prediction(step_s: float, is_wrong: bool) -> None:
+    assert contradicts_measurements(PLAN, MeasuredStep(step_s, None, 0)) == is_wrong
