@@ -160,8 +160,11 @@ CAUSES = (
     "",
     "- The machine is one that others use as well. A fixed step of a plain model, trained for four minutes, took 284 "
     "to 338 ms in stretches of 6 s.",
-    "- Starts differ: all cases three times on one day gave medians of 5.3, 4.5 and 3.5 %, 86 % within 10 % each time, "
-    "and worst cases of 14.5, 13.8 and 30.6 %. The last is one start of CLIP, which was 4 to 14 % off in five others.",
+    "- Starts differ: all cases twice on the same day, before the last changes, gave medians of 3.0 and 1.7 %, 91 and "
+    "86 % within 10 %, and worst cases of 10.7 and 13.8 % besides SegFormer, whose plan could not be tried and was "
+    "predicted 37 and 51 % too long. What that came of is mended ([M-engine-34, M-autotune-13 and 14]"
+    "(measurements/autotune.md)).",
+    "- Of a heap that retains freed tensors, a bound is predicted, which training stays below.",
     "- Where a tight limit leaves no memory or time to try a plan, but only the unsharded step, with each gradient "
     "freed as it is made, what sharding and recomputing add to that is the sum of measured parts.",
     "- 4 to 6 ms a step of the loop and the loader are in no prediction.",

@@ -54,7 +54,8 @@ MIN_WIDTH_STEP = 64
 
 NUM_OPERATORS, NUM_REPLICATED, FEW_REPLICATED = 6, 24, 6
 """Operators that run one after the other: the time of a single one would be lost in noise. What replicated ones take is
-the difference of two steps to two others: these have many operators, and few of them. [M-engine-34]"""
+the difference of two steps to two others: these have many operators, and few of them; fewer where there is little
+memory. [M-engine-34]"""
 
 SHARED_CORES_DIVISOR = 2
 """Divisor of these numbers where ranks share cores: everything takes longer there, and trials tell more."""
@@ -108,9 +109,10 @@ def measure_engine_overhead(
     for mode, (narrow, wide) in WIDTHS.items():
         if mode not in capabilities.modes:
             continue
-        widths = (narrow, max(narrow + MIN_WIDTH_STEP, min(wide, _max_width(mode, usable_bytes))))
+        counts = _counts(mode, usable_bytes)
+        widths = (narrow, max(narrow + MIN_WIDTH_STEP, min(wide, _max_width(sum(counts), usable_bytes))))
         own_s = [
-            _measure_per_operator_s(mode, width, group, device, capabilities.engine)
+            _measure_per_operator_s(mode, width, counts, group, device, capabilities.engine)
             - _predicted_communication_s(mode, width, cluster)
             for width in widths
         ]
@@ -134,7 +136,8 @@ def _measure_tensor_parallel(
     for rows in TENSOR_ROWS:
         use = _tensor_use(rows, width, degree)
         operator = _operator_of(width, use)
-        own_s = _measure_per_operator_s(Mode.TP, width, group, device, engine, _TensorStep(rows, degree))
+        step, counts = _TensorStep(rows, degree), _counts(Mode.TP, math.inf)
+        own_s = _measure_per_operator_s(Mode.TP, width, counts, group, device, engine, step)
         own_s -= sum(communication_time(operator, ShardingChoice((Mode.TP,), tensor_degree=degree), cluster))
         own_s -= exchange_s(operator, degree, cluster, recomputed=False).value_at(1)
         points.append((round(handled_bytes(use, degree)), own_s))
@@ -173,16 +176,20 @@ def warm_up(
             step.close()
 
 
-def _max_width(mode: Mode, usable_bytes: float) -> int:
-    """Return the largest width for which there is memory."""
-    weight_bytes = usable_bytes / (MAX_LIVE_COPIES * sum(_counts(mode)))
+def _max_width(count: int, usable_bytes: float) -> int:
+    """Return the largest width of so many operators for which there is memory."""
+    weight_bytes = usable_bytes / (MAX_LIVE_COPIES * count)
     return int(min(weight_bytes / 4, 1 << 40) ** 0.5)
 
 
-def _counts(mode: Mode) -> tuple[int, int]:
+def _counts(mode: Mode, usable_bytes: float) -> tuple[int, int]:
     """Return how many operators are timed, and how many others are subtracted from them."""
+    many, few = NUM_OPERATORS, 0
+    if mode == Mode.DP:
+        many, few = NUM_REPLICATED, FEW_REPLICATED
+        if _max_width(many + few, usable_bytes) < WIDTHS[mode][0] + MIN_WIDTH_STEP:
+            many, few = NUM_OPERATORS, NUM_OPERATORS // 2
     divisor = SHARED_CORES_DIVISOR if CORE_SHARING.is_shared else 1
-    many, few = (NUM_REPLICATED, FEW_REPLICATED) if mode == Mode.DP else (NUM_OPERATORS, 0)
     return many // divisor, few // divisor
 
 
@@ -194,6 +201,7 @@ def _predicted_communication_s(mode: Mode, width: int, cluster: Cluster) -> floa
 def _measure_per_operator_s(
     mode: Mode,
     width: int,
+    counts: tuple[int, int],
     group: dist.ProcessGroup,
     device: torch.device,
     engine: str,
@@ -201,7 +209,7 @@ def _measure_per_operator_s(
 ) -> float:
     """Return what the mode adds to an operator's compute on the slowest rank."""
     # What operators share, the bucket of replicated gradients, cancels out in the difference to fewer of them.
-    count, fewer = _counts(mode)
+    count, fewer = counts
     steps: list[EngineStep] = []
     for number in (count, fewer) if fewer else (count,):
         steps.append(_make_engine_step(mode, number, width, group, device, engine, tensor))

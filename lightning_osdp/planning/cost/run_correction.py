@@ -86,7 +86,7 @@ def is_step_time_off(plan: ExecutionPlan, measured: MeasuredStep) -> bool:
 
 
 def contradicts_measurements(plan: ExecutionPlan, measured: MeasuredStep) -> bool:
-    """Return whether a run's step is shorter than any correction says. A longer one may wait for the user's data."""
+    """Return whether a run's step is shorter than a correction can explain; a longer one may wait for data."""
     return measured.step_time_s * MAX_TOTAL_CHANGE < plan.predicted.step_time_s
 
 

@@ -77,15 +77,18 @@ def test_measure_with_shared_cores_adds_calibration() -> None:
     assert alone.calibration == CalibrationFactors()
 
 
-def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int]]:
-    """Widths of the weights that are measured if rank 0 has each of ``rooms`` bytes and the others have any number."""
-    seen: list[tuple[str, int]] = []
-    engine_overhead.NUM_OPERATORS = 6  # which tests change in their ranks
-    engine_overhead._measure_per_operator_s = lambda mode, width, *_: seen.append((mode.value, width)) or 1.0
+def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int, int]]:
+    """Widths and numbers of the weights that are measured if rank 0 has each of ``rooms`` bytes, others any number."""
+    seen: list[tuple[str, int, int]] = []
+    # Which tests change in their ranks.
+    engine_overhead.NUM_OPERATORS, engine_overhead.NUM_REPLICATED, engine_overhead.FEW_REPLICATED = 6, 24, 6
+    engine_overhead._measure_per_operator_s = lambda mode, width, counts, *_: (
+        seen.append((mode.value, width, sum(counts))) or 1.0
+    )
     for room in rooms:
         own = None if rank else room
         engine_overhead.measure_engine_overhead(dist.group.WORLD, torch.device("cpu"), some_cluster(ranks), own)
-    return [(mode, width) for mode, width in seen if mode != Mode.TP.value]
+    return [one for one in seen if one[0] != Mode.TP.value]
 
 
 def test_measure_limits_widths_to_memory_of_rank_with_least() -> None:
@@ -93,11 +96,11 @@ def test_measure_limits_widths_to_memory_of_rank_with_least() -> None:
     first, second = run_ranks(measured_widths, 2, [None, 28 * mib, mib])
     assert first == second
     usual, tight, least = first[:6], first[6:12], first[12:]
-    assert [width for _, width in usual] == [width for widths in engine_overhead.WIDTHS.values() for width in widths]
-    wide = tight[5][1]
-    assert 128 < wide < 768
-    assert engine_overhead.MAX_LIVE_COPIES * engine_overhead.NUM_OPERATORS * 4 * wide**2 <= 28 * mib
-    assert [width for _, width in least] == [128, 192] * 3
+    assert [width for _, width, _ in usual] == [width for widths in engine_overhead.WIDTHS.values() for width in widths]
+    assert [count for _, _, count in usual] == [30, 30, 6, 6, 6, 6]
+    assert 128 < tight[5][1] < 768
+    assert all(engine_overhead.MAX_LIVE_COPIES * count * 4 * width**2 <= 28 * mib for _, width, count in tight)
+    assert [(width, count) for _, width, count in least] == [(128, 9), (192, 9), *[(128, 6), (192, 6)] * 2]
 
 
 @pytest.mark.parametrize(
