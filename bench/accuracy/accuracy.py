@@ -162,8 +162,8 @@ CAUSES = (
     "to 338 ms in stretches of 6 s.",
     "- Starts differ: all cases twice on the same day, before the last changes, gave medians of 3.0 and 1.7 %, 91 and "
     "86 % within 10 %, and worst cases of 10.7 and 13.8 % besides SegFormer, whose plan could not be tried and was "
-    "predicted 37 and 51 % too long. What that came of is mended ([M-engine-34, M-autotune-13 and 14]"
-    "(measurements/autotune.md)).",
+    "predicted 37 and 51 % too long. What that came of is mended ([M-autotune-13 and 14](measurements/autotune.md), "
+    "[M-engine-34](measurements/engine.md)): SegFormer's row was measured with that, the others before.",
     "- Of a heap that retains freed tensors, a bound is predicted, which training stays below.",
     "- Where a tight limit leaves no memory or time to try a plan, but only the unsharded step, with each gradient "
     "freed as it is made, what sharding and recomputing add to that is the sum of measured parts.",
