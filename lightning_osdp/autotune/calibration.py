@@ -154,7 +154,8 @@ def try_retained_heap(setup: TrialSetup, calibration: Calibration) -> Calibratio
     """Try the unsharded step with freed tensors retained in the heap, compared with releasing them (CPU). Collective.
 
     The larger of the batches that were tried tells more, if there are memory and time for it: of few samples, more of
-    the time is that of new pages [M-autotune-10]. Where there is no time at all, it is that of filling new pages.
+    the time is that of new pages [M-autotune-10]. Where there is no time at all, what new pages take is timed by
+    filling a tensor.
     """
     if not calibration.unsharded or not _can_measure_heap_retention(setup.ranks):
         return calibration

@@ -52,7 +52,8 @@ CUDA_WARMUP_STEPS = 2
 """Warm-up steps on CUDA. The first one loads kernels and takes memory: its time says little of how many to make."""
 
 MAX_NEW_PAGES, MAX_REPEATED_STEPS = 0.1, 2
-"""Fraction of the new pages without it from which a step with freed tensors retained is made again, and how often."""
+"""A step with freed tensors retained is made again while it takes more than this fraction of the new pages that it
+takes if they are released, and at most this often."""
 
 FILLED_NUMEL = 1 << 20
 """Elements of a tensor that is filled to time new pages: 4 MiB, which glibc maps and unmaps."""
@@ -190,7 +191,7 @@ def time_release_and_retain(
 
 
 def time_filling(ranks: RankGroup, device: torch.device) -> tuple[StepTiming, StepTiming]:
-    """Time filling a tensor on new pages, and on pages that it has already [M-autotune-14]. Collective.
+    """Time filling a new tensor, and filling one whose pages are there already [M-autotune-14]. Collective.
 
     All ranks do so at the same time, since they share the memory's bandwidth.
     """

@@ -80,7 +80,7 @@ class Peak:
 
     @property
     def freed_bytes(self) -> float:
-        """What is freed within a step."""
+        """Return the bytes that are freed within a step."""
         return self.gradients + self.gathered + self.transient + self.activations
 
     @property

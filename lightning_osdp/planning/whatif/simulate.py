@@ -69,36 +69,6 @@ class SimulatedPoint(FrozenModel):
     """What else there was, where there is a plan."""
 
 
-def simulate(
-    model: ModelProfile,
-    hardware: Hardware,
-    devices: Sequence[int],
-    memory_limit_bytes: int | None = None,
-    policy: BatchSizePolicy | None = None,
-    dtype: str = "fp32",
-    constraints: SearchConstraints = UNCONSTRAINED,
-) -> tuple[SimulatedPoint, ...]:
-    """Return the plan and the baselines for each number of devices, in the given order.
-
-    Args:
-        model: as profiled.
-        hardware: the nodes and the network between them.
-        devices: numbers of devices that train together.
-        memory_limit_bytes: per device; None for ``Hardware.usable_bytes``.
-        policy: the batch sizes; None for all.
-        dtype: type of the matrix products (``Hardware.peak_flops``).
-        constraints: constraints of the plan's search; the baselines ignore them.
-
-    Raises:
-        ConfigurationError: the hardware has no such number of devices or no peak FLOP/s for ``dtype``, or the batch
-            sizes of ``policy`` can't be made from a number of devices.
-    """
-    problems = (
-        problem_for_hardware(model, hardware, count, memory_limit_bytes, dtype, constraints) for count in devices
-    )
-    return tuple(simulate_one(problem, policy or BatchSizePolicy()) for problem in problems)
-
-
 def problem_for_hardware(
     model: ModelProfile,
     hardware: Hardware,
@@ -107,7 +77,19 @@ def problem_for_hardware(
     dtype: str = "fp32",
     constraints: SearchConstraints = UNCONSTRAINED,
 ) -> Problem:
-    """Return the problem of a model on described hardware; arguments and errors as in ``simulate``."""
+    """Return the problem of a model on described hardware.
+
+    Args:
+        model: as profiled.
+        hardware: the nodes and the network between them.
+        devices: the number of devices that train together; None for all.
+        memory_limit_bytes: per device; None for ``Hardware.usable_bytes``.
+        dtype: type of the matrix products (``Hardware.peak_flops``).
+        constraints: constraints of the plan's search; the baselines ignore them.
+
+    Raises:
+        ConfigurationError: the hardware has no such number of devices or no peak FLOP/s for ``dtype``.
+    """
     return Problem(
         model=model,
         cluster=build_cluster(hardware, devices),
@@ -121,7 +103,7 @@ def simulate_one(problem: Problem, policy: BatchSizePolicy) -> SimulatedPoint:
     """Return the plan and the baselines for one cluster.
 
     Raises:
-        ConfigurationError: as ``simulate``.
+        ConfigurationError: the batch sizes of ``policy`` can't be made from the number of devices.
     """
     plan, needed_bytes = None, 0
     try:

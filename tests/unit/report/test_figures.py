@@ -16,10 +16,11 @@ from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.planning.spec.search_record import Baseline
 from lightning_osdp.planning.whatif.hardware import load
-from lightning_osdp.planning.whatif.simulate import SimulatedPoint, simulate, sweep_memory_limits
+from lightning_osdp.planning.whatif.simulate import SimulatedPoint, sweep_memory_limits
 from lightning_osdp.report import figures
 from lightning_osdp.report.baseline_text import format_throughput
 from lightning_osdp.report.html import render_page
+from tests.support.simulated import simulate
 from tests.unit.planning.search.test_batch_size_search import MIB, cluster, compute, model
 
 RULE = BatchSizePolicy(max_batch_size=4)

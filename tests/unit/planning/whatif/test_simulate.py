@@ -14,12 +14,8 @@ from lightning_osdp.planning.search.plan_search import PlanSearch
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.model import ModelProfile
 from lightning_osdp.planning.whatif.hardware import USABLE_MEMORY_FRACTION, load
-from lightning_osdp.planning.whatif.simulate import (
-    BASELINE_CONSTRAINTS,
-    problem_for_hardware,
-    simulate,
-    sweep_memory_limits,
-)
+from lightning_osdp.planning.whatif.simulate import BASELINE_CONSTRAINTS, problem_for_hardware, sweep_memory_limits
+from tests.support.simulated import simulate
 from tests.unit.planning.search.test_batch_size_search import MIB, RANKS, cluster, compute, model
 
 DP, ZDP = Mode.DP, Mode.ZDP
