@@ -21,6 +21,7 @@ import torch
 from lightning_osdp.autotune.profile import ClusterProfile, MeasuredCluster, Profile
 from lightning_osdp.autotune.ranks import NO_LINK, RankGroup, current_cluster, described_links
 from lightning_osdp.backend.emulated import BACKEND as EMULATED
+from lightning_osdp.backend.memory import total_bytes
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.spec.cluster import Cluster
@@ -112,7 +113,14 @@ class ProfileCache:
 
     def load_profile(self) -> Profile | None:
         """Return the cached profile on every rank; None if there is none. Collective: every rank must call it."""
-        return self._load(self.profile_files, Profile, lambda profile: profile.matches(self.model))
+
+        def check(profile: Profile) -> None:
+            if not profile.matches(self.model):
+                raise ValueError("it is of another model")
+            if abs(profile.correction.memory_bytes) > total_bytes(self.ranks.device):
+                raise ValueError("its correction of memory is more than there is")
+
+        return self._load(self.profile_files, Profile, check)
 
     def load_cluster(self) -> MeasuredCluster | None:
         """Return what starts of any model have measured of the ranks, on every rank. Collective."""
@@ -129,10 +137,10 @@ class ProfileCache:
             write(self.cluster_file, measured.model_dump_json())
 
     def _load(
-        self, files: Sequence[Path], kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] = bool
+        self, files: Sequence[Path], kind: type[FrozenT], check: Callable[[FrozenT], object] = bool
     ) -> FrozenT | None:
         def load_first() -> FrozenT | None:
-            stored = (read(file, kind, is_usable) for file in files) if self.ranks.is_rank_zero else iter(())
+            stored = (read(file, kind, check) for file in files) if self.ranks.is_rank_zero else iter(())
             return next((value for value in stored if value is not None), None)
 
         return self.ranks.broadcast_object(self.ranks.raise_on_all_ranks(load_first))
@@ -207,13 +215,13 @@ def _hash(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] = bool) -> FrozenT | None:
+def read(file: Path, kind: type[FrozenT], check: Callable[[FrozenT], object] = bool) -> FrozenT | None:
     """Return the value in ``file``; None if there is none, or with a warning if the file is damaged or unreadable.
 
     Args:
         file: a file that ``write`` has written.
         kind: the type of the value.
-        is_usable: returns whether the value belongs where it is looked for.
+        check: raises a ValueError, which says why, if the value can't be used here.
     """
     try:
         _refuse_special(file)
@@ -223,8 +231,7 @@ def read(file: Path, kind: type[FrozenT], is_usable: Callable[[FrozenT], bool] =
             if _sha256(text) != checksum[1]:
                 raise ValueError("its checksum is wrong")
         value = kind.model_validate_json(text)
-        if not is_usable(value):
-            raise ValueError("it is of another model")
+        check(value)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

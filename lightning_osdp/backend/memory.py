@@ -95,10 +95,16 @@ def memory_limit(device: torch.device, local_ranks: int, group_ranks: int | None
     return process_memory.usable_bytes(local_ranks, group_ranks or local_ranks)
 
 
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes of memory that the device has, for a CPU the machine, whoever uses them."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return process_memory.total_bytes()
+
+
 def allowed_bytes(device: torch.device) -> int:
     """Return the bytes of a CUDA device that this process may take, whoever else uses it."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    return int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return int(torch.cuda.get_per_process_memory_fraction(device) * total_bytes(device))
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 
 from lightning_osdp.engine import sliced_matmul
 from lightning_osdp.engine.replaced_method import replace_method
-from lightning_osdp.engine.splittable import matrix_input_dim, split_dims
+from lightning_osdp.engine.splittable import matrix_input_dim, split_dims, table_unsplittable_reason
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode, slice_sizes
 from lightning_osdp.planning.spec.model import SMALL_PARAMETER_ELEMENTS
@@ -222,11 +222,7 @@ class SlicedOperator:
     def _select_forward(self, operator: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]:
         """Return the forward of the operator and the product with one slice."""
         if isinstance(operator, nn.Embedding):
-            options: dict[str, Any] = {
-                "padding_idx": operator.padding_idx,
-                "scale_grad_by_freq": operator.scale_grad_by_freq,
-            }
-            return self._look_up, partial(sliced_matmul.read_rows, **options)
+            return self._look_up, partial(_read_rows, operator)
         input_dim = matrix_input_dim(operator)
         is_input_cut = self.layout.dim == input_dim
         forward = self._multiply_input_slices if is_input_cut else self._multiply_output_slices
@@ -277,6 +273,21 @@ class SlicedOperator:
 
     def _add_bias(self, y: Tensor) -> Tensor:
         return y if self._bias is None else self._bias.forward(y)
+
+
+def _read_rows(table: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
+    """Look up rows of one slice with the options that the table has now.
+
+    Raises:
+        ShardingError: it has got an option that a slice can't be looked up with.
+    """
+    if reason := table_unsplittable_reason(table):
+        raise ShardingError(
+            f"an Embedding of {table.num_embeddings:,} rows is split into slices, but {reason}, which was not so when "
+            "the plan was made: set it before fit, or train without slices, OSDPCallback(slice_granularity=1)"
+        )
+    options = {"padding_idx": table.padding_idx, "scale_grad_by_freq": table.scale_grad_by_freq}
+    return sliced_matmul.read_rows(*args, **options, **kwargs)
 
 
 def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:

@@ -88,7 +88,7 @@ def _unsplittable_reason(module: nn.Module) -> str:
         return "there are hooks on its weight"
     if module._forward_pre_hooks or module._forward_hooks:
         return "there are hooks on it, which may read its weight"
-    return _embedding_unsplittable_reason(module) if isinstance(module, nn.Embedding) else ""
+    return table_unsplittable_reason(module) if isinstance(module, nn.Embedding) else ""
 
 
 def matrix_or_table_class(module: nn.Module) -> type[nn.Module] | None:
@@ -99,7 +99,8 @@ def matrix_or_table_class(module: nn.Module) -> type[nn.Module] | None:
     return sys.modules["transformers.pytorch_utils"].Conv1D if matrix_input_dim(module) is not None else None
 
 
-def _embedding_unsplittable_reason(embedding: nn.Embedding) -> str:
+def table_unsplittable_reason(embedding: nn.Embedding) -> str:
+    """Return which option of an embedding keeps its weight from being split; empty if there is none."""
     if embedding.max_norm is not None:
         return "max_norm changes whole rows of the weight"
     return "its gradients are sparse" if embedding.sparse else ""

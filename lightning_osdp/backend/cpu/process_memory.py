@@ -61,6 +61,11 @@ def control_group() -> str:
     return _read("cgroup")
 
 
+def total_bytes() -> int:
+    """Return the bytes of memory that the machine has."""
+    return int(psutil.virtual_memory().total)
+
+
 def usable_bytes(local_ranks: int, group_ranks: int) -> int:
     """Return a rank's equal share of the machine's free memory, or of its control group's limit if that is less.
 

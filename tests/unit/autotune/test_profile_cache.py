@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_osdp.autotune import profile_cache
 from lightning_osdp.autotune.profile import Profile
+from lightning_osdp.autotune.ranks import RankGroup
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import Correction
 from lightning_osdp.planning.cost.trial_correction import Trial
@@ -66,3 +69,14 @@ def test_store_correction_drops_measurements_that_a_run_contradicts(tmp_path: Pa
         file.write_text("{}")
     profile_cache.store_correction(tmp_path, None)  # a folder stays
     assert tmp_path.exists()
+
+
+def test_correction_of_more_memory_than_there_is_is_measured_anew(tmp_path: Path) -> None:
+    file = tmp_path / "kept.json"
+    times = ComputeTimes(operators=(), unattributed=OperatorTime(), optimizer_s_per_byte=0.0)
+    files = profile_cache.ProfileCache(RankGroup.single(torch.device("cpu")), (file,))
+    for extra_bytes, is_used in ((1 << 20, True), (-1 << 20, True), (10**18, False), (-(10**18), False)):
+        kept = Profile(link=some_cluster().link, compute=times, correction=Correction(memory_bytes=extra_bytes))
+        profile_cache.write(file, kept.model_dump_json())
+        with nullcontext() if is_used else pytest.warns(OSDPWarning, match="its correction of memory is more than"):
+            assert files.load_profile() == (kept if is_used else None)

@@ -100,6 +100,23 @@ def test_sliced_operator_matches_unsliced_values_and_gradients(kind: str, k: int
         torch.testing.assert_close(ours[name].view(parameter.shape), parameter.grad, **tolerance)
 
 
+def test_sliced_table_is_looked_up_with_its_options_of_now() -> None:
+    torch.manual_seed(0)
+    whole = nn.Embedding(9, OUT)
+    engine, model = apply_split(whole, mixed_modes(3), 1)
+    for table in (whole, model.inner):
+        table.padding_idx, table.scale_grad_by_freq = 2, True
+    whole(ids()).sum().backward()
+    model(ids()).sum().backward()
+    engine.finish_backward()
+    torch.testing.assert_close(unsharded_gradients(model)["weight"].view(9, OUT), whole.weight.grad)
+    for name, value, message in (("max_norm", 1.0, "max_norm changes whole rows"), ("sparse", True, "are sparse")):
+        _, model = apply_split(nn.Embedding(9, OUT), mixed_modes(3), 1)
+        setattr(model.inner, name, value)
+        with pytest.raises(ShardingError, match=f"split into slices, but .*{message}.* not so when the plan was made"):
+            model(ids())
+
+
 class AddedTypes(TorchDispatchMode):
     """Notes the types of what is added in place."""
 
