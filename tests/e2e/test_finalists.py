@@ -48,13 +48,16 @@ def find_sharded(problem: Any, policy: Any, *_: Any) -> ExecutionPlan:
 
 def slow_down_gathers() -> None:
     """Make sharding slower than replicating for certain: in one memory, two ranks gather at hardly any cost."""
-    for module, name in ((collectives, "_native_all_gather"), (ring, "ring_all_gather"), (ring, "all_gather_async")):
 
-        def wait_and_call(*arguments: Any, call: Any = getattr(module, name), **options: Any) -> Any:
+    def slow(call: Any) -> Any:
+        def wait_and_call(*arguments: Any, **options: Any) -> Any:
             time.sleep(GATHER_S)
             return call(*arguments, **options)
 
-        setattr(module, name, wait_and_call)
+        return wait_and_call
+
+    for module, name in ((collectives, "_native_all_gather"), (ring, "ring_all_gather"), (ring, "all_gather_async")):
+        setattr(module, name, slow(getattr(module, name)))
 
 
 class Delay(Callback):
@@ -84,7 +87,8 @@ def start(folder: Path, name: str, is_poisoned: bool = False, steps: int = 2, *c
     strategy = OSDPStrategy(cache=str(folder), batch_size=BATCH_SIZE, memory_limit=8 << 30)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(str(folder), strategy, max_steps=steps, callbacks=list(callbacks)).fit(module, DataLoader(rows, batch_size=BATCH_SIZE))
+        made = trainer(str(folder), strategy, max_steps=steps, callbacks=list(callbacks))
+        made.fit(module, DataLoader(rows, batch_size=BATCH_SIZE))
     finalists.run_plan_trials, coordinator.plan_or_fallback = run, search
     dist.barrier()
     assert strategy.execution_plan is not None
