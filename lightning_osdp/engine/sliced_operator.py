@@ -286,8 +286,8 @@ def _read_rows(table: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
             f"an Embedding of {table.num_embeddings:,} rows is split into slices, but {reason}, which was not so when "
             "the plan was made: set it before fit, or train without slices, OSDPCallback(slice_granularity=1)"
         )
-    options = {"padding_idx": table.padding_idx, "scale_grad_by_freq": table.scale_grad_by_freq}
-    return sliced_matmul.read_rows(*args, **options, **kwargs)
+    options = {"padding_idx": table.padding_idx, "scale_grad_by_freq": table.scale_grad_by_freq} | kwargs
+    return sliced_matmul.read_rows(*args, **options)
 
 
 def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:
