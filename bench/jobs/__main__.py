@@ -1,11 +1,12 @@
 """Jobs as users have them by OSDP and by DDP, in turns: seconds of a step and samples per second.
 
-    python -m bench jobs [--only NAME ...] [--rounds 3] [--json FILE]
+    python -m bench jobs [--only NAME ...] [--rounds 9] [--json FILE]
 
-Each job (``tests/support/jobs.py``) is trained at its loader's batch size and at the one that OSDP finds. In every
-round DDP and OSDP run after each other in processes of their own, so that neither has the other's allocator or caches.
-OSDP's first start measures and searches, later ones take its plan. A step is timed from the beginning of a batch to the
-next one; shown are the medians over all rounds, and the median of the rounds' ratios.
+Each job (``tests/support/jobs.py``) is trained at its loader's batch size and at the one that OSDP finds. Both sides
+run in processes of their own, so that neither has the other's allocator or caches. OSDP measures, searches and makes
+its first steps, then DDP starts; from then on they train in turns of a second or two while the other side waits, which
+makes a round. A step is timed from the beginning of a batch to the next one; shown are the medians over all rounds,
+and the median of the rounds' ratios.
 
 Where all replicated fits, no job may be slower than DDP by more than 5 %: the exit status is 1 if one is.
 """
@@ -28,44 +29,39 @@ from bench.processes import run_processes
 from tests.support.jobs import JOBS
 from tests.support.ports import free_port
 
-TIMEOUT_S = 120
+SIDES = ("osdp", "ddp")
+
+TIMEOUT_S = 300
 
 ALLOWED = 0.05
 """By how much a job may be slower than under DDP."""
 
 
-def run(name: str, strategy: str, batch_size: int | str, folder: str) -> dict[str, Any]:
-    """One run in processes of its own.
+def compare(name: str, batch_size: int | str, rounds: int) -> dict[str, Any]:
+    """Rounds of DDP and OSDP at one batch size.
 
     Raises:
-        SystemExit: a rank failed; its log is the message.
+        SystemExit: a rank failed; the logs are the message.
     """
-    port = free_port()
-    calls = [(train, (rank, name, strategy, batch_size, folder, port)) for rank in range(RANKS)]
-    if not run_processes("bench.jobs.worker", calls, TIMEOUT_S):
-        logs = [Path(folder, f"rank{rank}.log").read_text()[-4000:] for rank in range(RANKS)]
-        raise SystemExit(f"{name} by {strategy} failed:\n" + "\n".join(logs))
-    result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
-    return result
-
-
-def compare(name: str, batch_size: int | str, rounds: int, folder: str) -> dict[str, Any]:
-    """Rounds of DDP and OSDP at one batch size; OSDP's first start is not timed, since the later ones take its plan."""
-    first = run(name, "osdp", batch_size, folder)
-    size = first["batch_size"]
-    pairs = []
-    for index in range(rounds):
-        order = ("ddp", "osdp") if index % 2 == 0 else ("osdp", "ddp")
-        found = {one: run(name, one, size if one == "ddp" else batch_size, folder) for one in order}
-        pairs.append((found["ddp"]["step_s"], found["osdp"]["step_s"], found["osdp"]["batch_size"]))
-    ratios = [ddp_s * ours / (ours_s * size) for ddp_s, ours_s, ours in pairs]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "turn").write_text("0")
+        calls = []
+        for side in SIDES:
+            Path(folder, side).mkdir()
+            port = free_port()
+            calls += [(train, (rank, name, side, batch_size, rounds, folder, port)) for rank in range(RANKS)]
+        if not run_processes("bench.jobs.worker", calls, TIMEOUT_S):
+            logs = [Path(folder, side, f"rank{rank}.log") for side in SIDES for rank in range(RANKS)]
+            raise SystemExit(f"{name} failed:\n" + "\n".join(log.read_text()[-4000:] for log in logs if log.exists()))
+        plan = json.loads(Path(folder, "plan.json").read_text())
+        ours_s, ddp_s = (json.loads(Path(folder, side, "medians.json").read_text()) for side in SIDES)
+    ratios = [one / other for one, other in zip(ddp_s, ours_s, strict=True)]
     return {
         "job": name,
         "asked": batch_size,
-        "batch_size": size,
-        "is_replicated": first["is_replicated"],
-        "ddp_s": statistics.median(pair[0] for pair in pairs),
-        "osdp_s": statistics.median(pair[1] for pair in pairs),
+        **plan,
+        "ddp_s": statistics.median(ddp_s),
+        "osdp_s": statistics.median(ours_s),
         "ratios": ratios,
         "ratio": statistics.median(ratios),
     }
@@ -84,18 +80,17 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     print(f"{'job':<8}{'asked':<6}{'batch':>6}{'plan':>16}{'DDP':>12}{'OSDP':>12}{'ratio':>9}   rounds")
     results = []
     for name in args.only:
-        with tempfile.TemporaryDirectory() as folder:
-            for batch_size in ("keep", "auto"):
-                results.append(compare(name, batch_size, args.rounds, folder))
-                show(results[-1])
-                if args.json:
-                    args.json.write_text(json.dumps(results, indent=1))
+        for batch_size in ("keep", "auto"):
+            results.append(compare(name, batch_size, args.rounds))
+            show(results[-1])
+            if args.json:
+                args.json.write_text(json.dumps(results, indent=1))
     slow = [found for found in results if found["ratio"] < 1 / (1 + ALLOWED)]
     print("ratio: OSDP's samples per second by DDP's at the same batch size, the median of the rounds")
     print(f"{len(results) - len(slow)} of {len(results)} no more than {ALLOWED:.0%} slower than DDP")
