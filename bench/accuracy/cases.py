@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
@@ -48,7 +49,10 @@ LOADED_BYTES = 96 << 20
 pages that it shared. It is added to the limit of the model."""
 
 PACE_S = 0.5
-"""How long the matrix product is timed."""
+"""How long the fixed work that tells the machine's pace is timed."""
+
+PACE_NUMBERS = 4 << 20
+"""Of a vector that no cache holds (16 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -118,15 +122,15 @@ class Case:
     measured_bytes: int
     baseline_bytes: int
     where: str
-    paces_s: tuple[float, float] = (1.0, 1.0)
-    """Seconds of a fixed matrix product before the start and after the last step, on the slower rank."""
+    paces_s: tuple[float, ...] = (1.0,)
+    """Seconds of fixed work before the start, before the first step and after the last one, on the slower rank."""
     runs: int = 1
     """How often it was run until the machine kept its pace."""
 
     @property
     def pace_change(self) -> float:
-        """Relative change of the machine's own speed."""
-        return self.paces_s[1] / self.paces_s[0] - 1
+        """Relative change of the machine's own speed: the slowest pace by the fastest."""
+        return max(self.paces_s) / min(self.paces_s) - 1
 
     @property
     def time_error(self) -> float:
@@ -170,18 +174,17 @@ def work(rank: int, order: Order) -> None:
     note_allowances()
     if order.plan == "searched":
         wait_for_all_ranks(rank, order)  # a core's pace is another one while its neighbour idles
-        before_s = pace_s()
+        paces_s = [pace_s()]
         limit = memory_in_use(torch.device("cpu")) + LOADED_BYTES + order.limit_bytes if order.limit_bytes else "auto"
         strategy = OSDPStrategy(batch_size=order.batch_size, memory_limit=limit, cache=order.folder)
     else:
         # A case is predicted from measurements, not from the cases before it.
         instead(profile_cache, "store_correction", nothing)
         instead(coordinator, "find_cached_plan", nothing)  # nor is a plan for fewer modes the same problem
-        before_s = 1.0
+        paces_s = []
         strategy = make_forced(order)
-    train(strategy, order)
-    after_s = pace_s() if order.plan == "searched" else 1.0
-    tell(strategy, order, (before_s, after_s))
+    train(strategy, order, [PaceTimer(paces_s)] if paces_s else [])
+    tell(strategy, order, paces_s)
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that ends in the usual way
 
@@ -207,12 +210,18 @@ def wait_for_all_ranks(rank: int, order: Order) -> None:
 
 
 def pace_s() -> float:
-    """Seconds of a fixed matrix product: the machine's own pace, with all ranks at work. Nothing is allocated in it."""
+    """Seconds of a fixed matrix product and a fixed sum, which takes as long: the machine's own pace.
+
+    All ranks are at work, and nothing is allocated meanwhile. Other work on a machine may slow down its cores, or what
+    they read and write in memory.
+    """
     a, product = torch.ones(384, 384), torch.empty(384, 384)
+    vector, total = torch.ones(PACE_NUMBERS), torch.zeros(PACE_NUMBERS)
     seconds = []
     end = time.perf_counter() + PACE_S
     while (start := time.perf_counter()) < end:
         torch.mm(a, a, out=product)
+        torch.add(vector, vector, out=total)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -259,7 +268,7 @@ def note_allowances() -> None:
     instead(coordinator, "growth_reserve", noted)
 
 
-def tell(strategy: OSDPStrategy, order: Order, paces_s: tuple[float, float]) -> None:
+def tell(strategy: OSDPStrategy, order: Order, paces_s: Sequence[float]) -> None:
     """The slowest rank's time and the largest peak, beside what was predicted."""
     made, step, device = strategy.execution_plan, strategy.measured_step, strategy.root_device
     assert made is not None
@@ -279,7 +288,7 @@ def tell(strategy: OSDPStrategy, order: Order, paces_s: tuple[float, float]) -> 
         measured_bytes=int(peak_bytes) - (baseline if device.type == "cpu" else 0),
         baseline_bytes=baseline,
         where=made.peak.where,
-        paces_s=(paces[0], paces[1]),
+        paces_s=tuple(paces) or (1.0,),
     )
     if dist.get_rank() == 0:
         (Path(order.folder) / "case.json").write_text(json.dumps(asdict(case)))
@@ -341,13 +350,26 @@ def subject_of(order: Order) -> tuple[ZooModule, list[dict[str, torch.Tensor]]]:
     return module, [{key: value[index % 64] for key, value in whole.items()} for index in range(STEPS * 64)]
 
 
-def train(strategy: OSDPStrategy, order: Order) -> None:
+class PaceTimer(L.Callback):
+    """Adds the machine's pace before the first step, and after the last one."""
+
+    def __init__(self, paces_s: list[float]) -> None:
+        self._paces_s = paces_s
+
+    def on_train_start(self, *_: Any) -> None:
+        self._paces_s.append(pace_s())
+
+    on_train_end = on_train_start
+
+
+def train(strategy: OSDPStrategy, order: Order, callbacks: Sequence[L.Callback] = ()) -> None:
     """Some steps through the Trainer."""
     module, rows = subject_of(order)
     trainer = L.Trainer(
         accelerator="auto",
         devices=order.ranks,
         strategy=strategy,
+        callbacks=list(callbacks),
         max_steps=QUICK_STEPS if order.quick else STEPS,
         logger=False,
         enable_checkpointing=False,
