@@ -1,10 +1,10 @@
 """Jobs as users have them by OSDP and by DDP, in turns: seconds of a step and samples per second.
 
-    python -m bench jobs [--only NAME ...] [--rounds 9] [--json FILE]
+    python -m bench jobs [--only NAME ...] [--rounds 15] [--json FILE]
 
 Each job (``tests/support/jobs.py``) is trained at its loader's batch size and at the one that OSDP finds. Both sides
 run in processes of their own, so that neither has the other's allocator or caches. OSDP measures, searches and makes
-its first steps, then DDP starts; from then on they train in turns of a second or two while the other side waits, which
+its first steps, then DDP starts; from then on they train in turns of about a second while the other side waits, which
 makes a round. A step is timed from the beginning of a batch to the next one; shown are the medians over all rounds,
 and the median of the rounds' ratios.
 
@@ -80,7 +80,7 @@ def show(found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, help="write the figures there")
     args = parser.parse_args()
     print(f"{'job':<8}{'asked':<6}{'batch':>6}{'plan':>16}{'DDP':>12}{'OSDP':>12}{'ratio':>9}   rounds")

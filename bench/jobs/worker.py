@@ -17,7 +17,7 @@ from bench.processes import become_rank
 from tests.support.jobs import JOBS, build, loader
 
 RANKS, MAX_STEPS, WARMUP_STEPS, TIMED_WARMUP_STEPS = 2, 100_000, 12, 4
-TURN_S, MIN_STEPS, MAX_STEPS_OF_TURN = 1.5, 7, 100
+TURN_S, MIN_STEPS, MAX_STEPS_OF_TURN = 1.0, 4, 100
 """Approximate time of a turn, and its least and most steps; the first step of each is not timed."""
 
 
