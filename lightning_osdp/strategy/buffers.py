@@ -4,6 +4,7 @@ A forward in training or validation begins with rank 0's buffers if the one befo
 reduction of gradients (Lightning runs it for each batch); DDP has the same rule. All buffers are sent together, except
 large ones that no step writes (masks, tables of positions). Whether one is written shows in its version and address at
 each forward, and in its bytes at the first ones and at those of evaluation, since kernels and ``.data`` may hide it.
+One that is registered after ``setup`` counts as written; as with DDP, none is sent if there was none at ``setup``.
 """
 
 from __future__ import annotations
@@ -44,12 +45,15 @@ class BufferBroadcast:
 
     def __init__(self, module: pl.LightningModule, group: Any, device: torch.device) -> None:
         self._module, self._group, self._device = module, group, device
-        self._is_due = True
+        self._is_due = self._has_buffers = any(True for _ in module.buffers())
         self._is_accumulating = False
         self._num_forwards = 0
         self._written: set[str] = set()
         self._marks: dict[str, tuple[int, int]] = {}
         self._digests: dict[str, int] = {}
+        for name, buffer in module.named_buffers():  # all ranks have rank 0's now
+            if buffer.nbytes >= LARGE_BYTES:
+                self._has_changed(name, buffer, compares_bytes=True)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -65,7 +69,8 @@ class BufferBroadcast:
         if self._is_due:
             self._broadcast(is_training)
         # With manual optimization, Lightning's DDP sends buffers only once.
-        self._is_due = is_training and self._module.automatic_optimization and not self._is_accumulating
+        is_last = is_training and not self._is_accumulating
+        self._is_due = self._has_buffers and is_last and self._module.automatic_optimization
 
     def _broadcast(self, is_training: bool) -> None:
         buffers = dict(self._module.named_buffers())
@@ -91,7 +96,7 @@ class BufferBroadcast:
 
     def _has_changed(self, name: str, buffer: Tensor, compares_bytes: bool) -> bool:
         mark = (buffer._version, buffer.data_ptr())
-        is_new = self._marks.setdefault(name, mark) != mark
+        is_new = self._marks.get(name) != mark
         self._marks[name] = mark
         if compares_bytes:
             digest = zlib.crc32(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

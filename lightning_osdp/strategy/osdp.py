@@ -261,8 +261,10 @@ class OSDPStrategy(HandoverStrategy):
         ranks.raise_on_all_ranks(lambda: engine.check(module, plan))
         present, world = data.loader_batch_size or context.batch_size, ranks.world_size
         self._sizes_before = present, int(trainer.accumulate_grad_batches)
+        if self._keeps_batch_size:  # also where ranks have other ones, of which the plan has the largest
+            present = plan.batch_size
         announce_change(trainer, data.epoch(world), present, plan, world)
-        if plan.batch_size != present:
+        if ranks.all_reduce_max([plan.batch_size != present])[0]:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches
         self._apply_plan(trainer, module, engine, ranks)

@@ -104,12 +104,15 @@ def resolve_plan(
 
 
 def _agree_on_batch_sizes(policy: BatchSizePolicy, ranks: RankGroup) -> BatchSizePolicy:
-    """Return the batch sizes that the data of every rank allow: a loader of one alone may be fixed."""
+    """Return the batch sizes that the data of every rank allow: a loader of one alone may be fixed.
+
+    Where ranks keep loaders of other batch sizes, it is the largest.
+    """
     policies = ranks.all_gather_object(policy)
     fixed = [policy.batch_size for policy in policies if policy.batch_size is not None]
     bounds = [(each.max_batch_size, each.bounding_setting) for each in policies if each.max_batch_size is not None]
     bound, setting = min(bounds, key=lambda each: each[0], default=(None, ""))
-    return replace(policies[0], batch_size=next(iter(fixed), None), max_batch_size=bound, bounding_setting=setting)
+    return replace(policies[0], batch_size=max(fixed, default=None), max_batch_size=bound, bounding_setting=setting)
 
 
 def replan(

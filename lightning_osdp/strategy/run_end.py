@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -100,6 +101,7 @@ class HandoverStrategy(ProcessGroupStrategy):
     """A strategy that gives its module back when a run is over, and goes on with it in a later run."""
 
     _options: PlanningOptions
+    _given_plan: str | Path | ExecutionPlan | None
     _engine: Engine | None = None
     _planning_result: PlanningResult | None = None
     _sizes_before: tuple[int, int] | None = None
@@ -110,6 +112,11 @@ class HandoverStrategy(ProcessGroupStrategy):
         """The plan in use, once there is one."""
         assert self._planning_result is not None
         return self._planning_result.plan
+
+    @property
+    def _keeps_batch_size(self) -> bool:
+        """Whether each rank trains at the batch size of its own loader."""
+        return self._given_plan is None and self._options.batch_size == "keep"
 
     @abstractmethod
     def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:
@@ -177,7 +184,7 @@ class HandoverStrategy(ProcessGroupStrategy):
     def _resize_loader(self, trainer: pl.Trainer, num_ranks: int) -> None:
         """Give a loader that was passed to ``fit`` the plan's batch size; a module's own has it since the last run."""
         assert self.lightning_module is not None
-        if trainer.fit_loop._data_source.is_module():
+        if trainer.fit_loop._data_source.is_module() or self._keeps_batch_size:
             return
         data = TrainData(trainer, self.lightning_module)
         if data.loader_batch_size not in (None, self._plan.batch_size) and not data.fixed_batch_size_reason():

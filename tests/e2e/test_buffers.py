@@ -59,11 +59,47 @@ class ManualBufferNet(ManualOptimization, BufferNet):
     """It steps by itself."""
 
 
+class LateBufferNet(BufferNet):
+    """A large table is written before the first step, and another one is registered after it: each rank's own."""
+
+    def on_train_start(self) -> None:
+        self.table.data.mul_(1 + self.global_rank)
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        if self.global_step == 1:
+            self.register_buffer("late", torch.full((2000, HIDDEN), 1.0 + self.global_rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = dict(self.named_buffers()).get("late")
+        return super().forward(x) if late is None else super().forward(x) * late[2, :CLASSES]
+
+
+class OnlyLateNet(LateBufferNet):
+    """It has no buffer before training begins; DDP sends none then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.last = nn.Identity(), nn.Linear(HIDDEN, CLASSES)
+        self._buffers.clear()
+
+    def on_train_start(self) -> None:
+        self.register_buffer("center", torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, found = self.norm(self.first(x)), dict(self.named_buffers())
+        if "center" in found and self.training:
+            self.center.lerp_(hidden.detach().mean(0), 0.5)
+        late = found["late"][2] if "late" in found else 0.0
+        return self.last(torch.tanh(self.second(hidden + found.get("center", 0.0) + 0.1 * late)))
+
+
 CASES: dict[str, tuple[type[BufferNet], str, int, bool]] = {
     **{policy: (BufferNet, policy, 1, True) for policy in ("dp", "zdp2", "zdp", "mixed")},
     "accumulation": (BufferNet, "mixed", 2, True),
     "manual": (ManualBufferNet, "mixed", 1, True),
     "own buffers": (BufferNet, "mixed", 1, False),
+    "late": (LateBufferNet, "mixed", 1, True),
+    "only late": (OnlyLateNet, "mixed", 1, True),
 }
 """The module, the plan's modes, the accumulated batches, and whether buffers are broadcast."""
 

@@ -23,12 +23,12 @@ WIDTH, BATCH, STEPS = 256, 4, 3
 class Sequences(IterableDataset[Tensor]):
     """Sequences of one length: those of a rank, as where each rank reads files of its own."""
 
-    def __init__(self, length: int, seed: int) -> None:
-        self.length, self.seed = length, seed
+    def __init__(self, length: int, seed: int, batch_size: int = BATCH) -> None:
+        self.length, self.seed, self.batch_size = length, seed, batch_size
 
     def __iter__(self) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
-        yield from torch.randn(BATCH * STEPS, self.length, WIDTH, generator=generator)
+        yield from torch.randn(self.batch_size * STEPS, self.length, WIDTH, generator=generator)
 
 
 class Unsendable(list[Tensor]):
@@ -56,6 +56,33 @@ class Model(pl.LightningModule):
             return self.batch_class([torch.stack(rows)])
 
         return DataLoader(Sequences(self.length, self.global_rank), batch_size=BATCH, collate_fn=collate)
+
+
+class OwnBatchSize(Model):
+    """Each rank's loader has a batch size of its own."""
+
+    def train_dataloader(self) -> Any:
+        rank = torch.distributed.get_rank()
+        return DataLoader(Sequences(self.length, rank, BATCH - rank), batch_size=BATCH - rank)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        if not isinstance(batch, torch._subclasses.FakeTensor):
+            self.batch_sizes = [*getattr(self, "batch_sizes", []), len(batch)]
+        return super().training_step([batch], batch_index)
+
+
+def fit_twice(folder: str, modes: str, batch_size: Any) -> tuple[list[int], dict[str, Tensor]]:
+    """Fit a module in two runs, and return the batch sizes of this rank and the weights."""
+    module = OwnBatchSize(8)
+    for _ in range(2):
+        strategy: Any = "ddp"
+        if modes:
+            options: dict[str, Any] = {"trial_steps": False, "cluster": some_cluster(2), "cache": ""}
+            strategy = OSDPStrategy(batch_size=batch_size, memory_limit="900MiB", **options)
+        callbacks = [OSDPCallback(modes=modes)] if modes else []
+        made = trainer(folder, strategy, max_steps=STEPS, callbacks=callbacks)
+        made.fit(module, module.train_dataloader())
+    return module.batch_sizes, module.state_dict()
 
 
 def fit(folder: str, length: int, modes: str, batch_class: type = list) -> tuple[Any, dict[str, Tensor], list[str]]:
@@ -110,6 +137,8 @@ def fit_all(rank: int, ranks: int, folder: str) -> dict[str, Any]:
     found["all long"], found["all short"] = fit(folder, 64, "dp"), fit(folder, 8, "dp")
     found["unsendable"] = fit(folder, short_and_long, "dp", Unsendable)
     found["bound"] = find_bound(folder)
+    found["kept ddp"], found["kept zdp"] = (fit_twice(folder, modes, "keep") for modes in ("", "zdp"))
+    found["fixed"] = fit_twice(folder, "zdp", BATCH)[0]
     return found
 
 
@@ -149,3 +178,13 @@ def test_batch_that_cannot_be_sent_is_told_and_each_rank_plans_with_its_own(runs
 
 def test_rank_with_least_data_bounds_the_search(runs: list[dict[str, Any]]) -> None:
     assert [found["bound"] for found in runs] == [12, 12]
+
+
+def test_ranks_keep_batch_sizes_of_their_own_and_train_as_under_ddp(runs: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(runs):
+        assert found["kept zdp"][0] == found["kept ddp"][0] == [BATCH - rank] * 2 * STEPS
+        torch.testing.assert_close(found["kept zdp"][1], found["kept ddp"][1], rtol=1e-5, atol=1e-6)
+
+
+def test_batch_size_that_one_rank_has_already_is_set_on_the_other(runs: list[dict[str, Any]]) -> None:
+    assert all(found["fixed"][:2] == [BATCH, BATCH] for found in runs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -26,8 +27,8 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Return the largest resident size since ``reset_peak``; elsewhere than on Linux since the process's start."""
-    if status := _read("status"):
-        return _kibibytes("VmHWM", status)
+    if (peak := _status_bytes("VmHWM")) is not None:
+        return peak
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource  # not on Windows
@@ -48,12 +49,13 @@ def reset_peak() -> None:
     """Restart the counter of the peak. Where the kernel can't reset it, the peak since the process's start remains."""
     clear_refs = PROC / "clear_refs"
     if clear_refs.exists():
-        clear_refs.write_text("5")
+        with suppress(OSError):  # read only, in some containers
+            clear_refs.write_text("5")
 
 
 def file_pages() -> int:
     """Return the resident bytes that are pages of files, mostly libraries: they are shared, and can be dropped."""
-    return _kibibytes("RssFile", status) if (status := _read("status")) else 0
+    return _status_bytes("RssFile") or 0
 
 
 def control_group() -> str:
@@ -88,10 +90,10 @@ def _read(name: str) -> str:
     return file.read_text() if file.exists() else ""
 
 
-def _kibibytes(field: str, status: str) -> int:
-    match = re.search(rf"^{field}:\s+(\d+) kB", status, re.MULTILINE)
-    assert match is not None, f"{PROC}/status has no {field}"
-    return int(match[1]) << 10
+def _status_bytes(field: str) -> int | None:
+    """Return a field of this process's status; None where there is none, as in a sandbox (gVisor) or without /proc."""
+    match = re.search(rf"^{field}:\s+(\d+) kB", _read("status"), re.MULTILINE)
+    return int(match[1]) << 10 if match else None
 
 
 def _cgroup_limits() -> list[int]:

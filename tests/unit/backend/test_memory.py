@@ -66,6 +66,20 @@ def test_process_memory_without_proc_is_that_of_the_process(monkeypatch: pytest.
     assert memory.memory_limit(cpu, 4) == pytest.approx(available / 4 + usual, rel=0.2)
 
 
+def test_process_memory_of_a_sandbox_that_tells_little_is_that_of_the_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """gVisor's status has no peak, no pages of files, and a counter that can't be reset."""
+    cpu = torch.device("cpu")
+    usual = memory.memory_in_use(cpu)
+    (tmp_path / "status").write_text(f"Name:\tpython\nVmRSS:\t{usual >> 10} kB\n")
+    (tmp_path / "clear_refs").mkdir()  # writing to it is an OSError
+    monkeypatch.setattr(process_memory, "PROC", tmp_path)
+    memory.reset_peak(cpu)
+    assert 0.8 * usual < memory.peak_memory(cpu) < 10 * usual
+    assert memory.MemoryLimit(cpu, 1).file_pages() == 0
+
+
 CUDA = torch.device("cuda", 0)
 
 
