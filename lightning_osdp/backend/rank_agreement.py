@@ -46,6 +46,14 @@ MAX_POLL_S = 0.02
 """Longest pause between two looks at whether the ranks have decided."""
 
 
+ADVICE = (
+    "Operators whose weights are sharded must run on all ranks: run the model on every rank equally often, also to log "
+    "a sample or to generate, call state_dict() or strategy.summon_full_params() on all of them, too, and let one rank "
+    "use the result"
+)
+"""What to do where ranks differ."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a rank wants to do next.
@@ -55,12 +63,14 @@ class Request:
         program_place: where in its program the rank is.
         description: ``event`` and ``program_place`` in words.
         failure: why this rank can't go on, if it can't.
+        advice: what to do if the others want something else.
     """
 
     event: str
     program_place: str
     description: str
     failure: str = ""
+    advice: str = ADVICE
 
 
 @dataclass(frozen=True)
@@ -266,9 +276,9 @@ class _Inquiry:
                 "by itself, set OSDPStrategy(timeout=...)"
             )
         if waited_s >= BLOCKED_S:
-            self._raise_if_blocked(position, wanted)
+            self._raise_if_blocked(position, wanted, request.advice)
 
-    def _raise_if_blocked(self, position: int, wanted: str) -> None:
+    def _raise_if_blocked(self, position: int, wanted: str, advice: str) -> None:
         """Raise an error if all other ranks ask as well, or are blocked in an operation that needs this rank."""
         blocked = []
         for rank in self._others:
@@ -279,15 +289,7 @@ class _Inquiry:
             elif self._requests[rank].get("position") != position:
                 return
         if blocked:
-            raise ShardingError(f"ranks wait for each other: {wanted}, while {'; '.join(blocked)}. {ADVICE}")
-
-
-ADVICE = (
-    "Operators whose weights are sharded must run on all ranks: run the model on every rank equally often, also to log "
-    "a sample or to generate, call state_dict() or strategy.summon_full_params() on all of them, too, and let one rank "
-    "use the result"
-)
-"""What to do where ranks differ."""
+            raise ShardingError(f"ranks wait for each other: {wanted}, while {'; '.join(blocked)}. {advice}")
 
 
 class _Responder:

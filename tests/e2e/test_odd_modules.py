@@ -9,7 +9,13 @@ import pytest
 
 from tests.support import ranks
 from tests.support.odd_changes import CHANGE_CASES
-from tests.support.odd_features import FEATURE_CASES, PartsRecomputedByRank
+from tests.support.odd_features import (
+    FEATURE_CASES,
+    FeaturesChosenByRank,
+    PartsRecomputedByRank,
+    RowsChosenByRank,
+    UsedByRank,
+)
 from tests.support.odd_modules import CASES, fit, judge_all
 from tests.support.ranks import RankError, run_ranks
 
@@ -31,14 +37,25 @@ def test_odd_module_has_the_values_of_ddp_or_is_refused_with_the_reason(
         assert text == "equal" if expected == "equal" else text.startswith("ShardingError") and expected in text, text
 
 
-def fit_alone(rank: int, count: int, folder: str) -> None:
-    fit(PartsRecomputedByRank, "tp", folder)
+USED_ON_ALL = "is tensor parallel, so that ranks compute for each other: what a run of it gives must be used on all"
+ALONE = {
+    PartsRecomputedByRank: "down is tensor parallel, and ranks recompute it in different order",
+    RowsChosenByRank: f"table {USED_ON_ALL}",
+    FeaturesChosenByRank: f"down {USED_ON_ALL}",
+    UsedByRank: f"down {USED_ON_ALL}",
+}
+"""Modules that end with one rank within a collective, with the error of the other one."""
 
 
-def test_parts_that_ranks_recompute_in_different_order_are_an_error_on_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def fit_alone(rank: int, count: int, folder: str, kind: Any) -> None:
+    fit(kind, "tp", folder)
+
+
+@pytest.mark.parametrize("kind", ALONE)
+def test_ranks_that_differ_in_backward_passes_of_what_they_run_together_are_an_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any
 ) -> None:
     monkeypatch.setattr(ranks, "GRACE_S", 20.0)  # the other one is ended five seconds after it was told
-    with pytest.raises(RankError, match="down is tensor parallel, and ranks recompute it in different order") as raised:
-        run_ranks(fit_alone, 2, str(tmp_path), timeout_s=60)
+    with pytest.raises(RankError, match=ALONE[kind]) as raised:
+        run_ranks(fit_alone, 2, str(tmp_path), kind, timeout_s=60)
     assert "were not done" not in str(raised.value)

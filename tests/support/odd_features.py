@@ -420,11 +420,53 @@ class PartsRecomputedByRank(Between):
         return checkpoint(super().body, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
+class ChosenByRank(Between):
+    """A table is looked up and an MLP runs twice; each rank uses another one of the two results."""
+
+    def choose(self, first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+        if not self.is_live(x) or self.global_step < 2:
+            return first + second
+        return first if self.global_rank else second
+
+
+class RowsChosenByRank(ChosenByRank):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = self.choose(self.table(y), self.table(y.flip(0)), x)
+        return functional.cross_entropy(self.head(self.body(x) + rows), y)
+
+
+class FeaturesChosenByRank(ChosenByRank):
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)
+        return self.choose(self.down(self.activate(self.up(h))), self.down(self.activate(self.up(2 * h))), x)
+
+
+class UsedByRank(Between):
+    """One rank does not use what an MLP gives."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)
+        y = self.down(self.activate(self.up(h)))
+        return h + y if self.global_rank or not self.is_live(x) or self.global_step < 2 else h + y.detach()
+
+
+class UsedByRankWithZeros(Between):
+    """As the error advises."""
+
+    def body(self, x: Tensor) -> Tensor:
+        h = Odd.body(self, x)
+        y = self.down(self.activate(self.up(h)))
+        if self.global_rank or not self.is_live(x) or self.global_step < 2:
+            return h + y
+        return h + y.detach() + (0 * y).sum()
+
+
 SEES = "{} sees what is between the operators of {}, where each rank has a slice"
 FEATURE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, "tp"): "equal" for kind in (
         Between, HalvedLate, BothByHand, OwnActivation, CompiledActivation, LastReturned, Attended,
         ChangedInPlace, HookedGlobally, MaskedByRank, RowRecomputed, BlockRecomputed, ActivationReplaced, CalledTwice,
+        UsedByRankWithZeros,
         GradientPenalized, AsManySamplesAsTokens,
     )},
     **{(RecomputedByRank, policy): "equal" for policy in ("zdp", "sliced", "tp")},

@@ -36,6 +36,13 @@ _JOINABLE = {"trainable": -1, "forward": 0, "evaluate": 0, "backward": 1, "reduc
 _WAITING = ("end", "evaluated", "sync", "access")
 """The kinds of events before which a rank takes part in those of others."""
 
+_GRADIENT_ADVICE = (
+    "{} is tensor parallel, so that ranks compute for each other: what a run of it gives must be used on all of them, "
+    "or on none. Where a rank does not use it, or detaches it, add (0 * output).sum() to its loss, or train without "
+    "tensor parallelism, OSDPCallback(tensor_parallel=False)"
+)
+"""What to do where ranks differ in a backward pass of a tensor parallel operator."""
+
 _TEXTS = {
     "forward": ("runs {}", "ran {}"),
     "evaluate": ("runs {} without gradients", "ran {} without gradients"),
@@ -71,6 +78,9 @@ class OrderedUnit(Protocol):
 
     def join_reduction(self, indices: Sequence[int]) -> None:
         """Take part in a reduction with a zero gradient for the parameters ``indices``."""
+
+    def exchanges_gradients(self, indices: Sequence[int]) -> bool:
+        """Return whether the ranks of a group exchange gradients of each other's samples in it."""
 
     def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
         """Return whether these ranks, which want it, are enough for a gather or reduction of ``indices``."""
@@ -248,8 +258,10 @@ class CollectiveOrder:
     def _ask(self, event: str, is_learned: bool = True) -> None:
         """Agree with all ranks on the next collectives, and take part in them, until ``event`` is the next."""
         assert self._agreement is not None
+        joined = ""
         while True:
-            decision = self._agreement.ask(Request(event, self._place, self._describe(event), self._failure))
+            advice = self._advise(joined, event)
+            decision = self._agreement.ask(Request(event, self._place, self._describe(event), self._failure, advice))
             if decision is None:  # others have run what was expected
                 chosen = self._expect_after(self._last)
                 assert chosen, self._last
@@ -263,6 +275,7 @@ class CollectiveOrder:
             if self._has_groups:
                 self.expect_differences()
             self._join(chosen)
+            joined = chosen
 
     def _learn(self, event: str, is_unanimous: bool) -> None:
         following, times_to_recur = self._next.get(self._last, (event, 0))
@@ -305,14 +318,24 @@ class CollectiveOrder:
         for rank, request in enumerate(requests):
             ranks_by_text.setdefault(request.description, []).append(rank)
         texts = [f"{_name_ranks(ranks)} {text}" for text, ranks in ranks_by_text.items()]
+        advised = [request for request in requests if request.advice != ADVICE]  # the last unit comes first in backward
+        advice = max(advised, key=lambda request: _parse(request.event)[1]).advice if advised else ADVICE
         return Decision(
-            "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {ADVICE}"
+            "", is_unanimous=False, error_message=f"ranks do different things: {'; '.join(texts)}. {advice}"
         )
 
     def _can_run(self, event: str, requests: Sequence[Request]) -> bool:
         _, unit, indices = _parse(event)
         ranks = [rank for rank, request in enumerate(requests) if request.event == event]
         return unit < 0 or self._units[unit].can_run(ranks, indices)
+
+    def _advise(self, joined: str, event: str) -> str:
+        """Say what to do if other ranks don't come to an event, or wait in the one that this rank has joined before."""
+        for each in (joined, event):
+            kind, unit, indices = _parse(each)
+            if kind == "backward" and indices and self._units[unit].exchanges_gradients(indices):
+                return _GRADIENT_ADVICE.format(self._units[unit].label)
+        return ADVICE
 
     def _describe(self, event: str) -> str:
         kind, unit, indices = _parse(event)

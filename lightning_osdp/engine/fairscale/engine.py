@@ -363,11 +363,11 @@ class FairScaleEngine(Engine):
         self._slice_averages.refresh()
         self._context.backward_optimizer.refresh()
         self._finish_unseen_backward()  # the last step had none on this rank; others wait in theirs
-        for tensor_unit in self._tensor_units:
-            tensor_unit.begin_step()
         self._context.reducer.discard()
         self._context.backward_passes.discard()
         self._context.order.begin_step()
+        for tensor_unit in self._tensor_units:  # what was joined until now belongs to the last step on all ranks
+            tensor_unit.begin_step()
         self._bucketed_all_reduce.begin_step()
 
     @override

@@ -51,6 +51,10 @@ class JoinableUnit:
             params = [self.params[index] for index in indices or range(len(self.params))]
             self._coalesced_gather.gather_and_free(self._shards(params, as_is))
 
+    def exchanges_gradients(self, indices: Sequence[int]) -> bool:
+        """See ``OrderedUnit.exchanges_gradients``."""
+        return False
+
     def can_run(self, ranks: Collection[int], indices: Sequence[int]) -> bool:
         """Return True: any ranks are enough, since others take part with zeros."""
         return True

@@ -342,6 +342,7 @@ class _AsIs:
     def __init__(self, unit: Any) -> None:
         self._unit, self.describe = unit, unit.describe
         self.join_reduction, self.can_run = unit.join_reduction, unit.can_run
+        self.exchanges_gradients = unit.exchanges_gradients
 
     @property
     def label(self) -> str:

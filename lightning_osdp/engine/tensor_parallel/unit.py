@@ -8,6 +8,9 @@ Note [joining]: collectives have one order on all ranks of all groups (``Collect
 joins: in the start of a run it says so; the other parts are those of a group whose ranks all run it, so the ranks of
 other groups have nothing to do. Such a phase comes when all ranks of its group have come to it.
 
+Note [run numbers]: the phases of a backward pass say which run of the step they belong to, so that ranks which use the
+outputs of different runs find out, instead of exchanging gradients of one run with those of another.
+
 Note [whole gradients]: those of whole weights wait until the pass is over, since ranks that differ in what they run
 come to them at different times.
 """
@@ -43,6 +46,7 @@ from lightning_osdp.state.guarded_parameter import GuardContext, ShardGuard, loc
 from lightning_osdp.state.state_dict import ShardedParameters
 
 _STARTS = (Phase.START, Phase.START_WITHOUT_GRADIENTS)
+_GRADIENTS = (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
 
 
 class UnitOrder(Protocol):
@@ -101,6 +105,7 @@ class TensorUnit:
         self._repeatable: set[type] = set()
         self._starts = {phase: RunStarts(groups) for phase in _STARTS}
         self.has_whole_runs = False
+        self._num_starts = 0
         self.has_run = self.has_new_gradients = self.is_unsynced = False
         self.layouts = {operator.weight: operator.layout for operator in operators}
         for weight, layout in self.layouts.items():
@@ -166,7 +171,8 @@ class TensorUnit:
         if signature and all(answer[:2] == [1, signature] for answer in answers):
             needed = reduce(or_, (answer[2] for answer in answers))
             early, prefetch = [] if gathered is None else [gathered], self._context.order.prefetch_next
-            run = SlicedRun(counts[0], self.groups.slices, self._announce, prefetch, needed, early)
+            announce = partial(self._announce_gradients, self._num_starts)
+            run = SlicedRun(counts[0], self.groups.slices, announce, prefetch, needed, early)
         else:
             run = WholeRun(self._read_whole())
         self._check_repeated(type(run), is_repeated)
@@ -222,19 +228,30 @@ class TensorUnit:
         self._context.order.before_gather(self._index, is_in_backward(), (phase, *called))
         self._note(phase)
 
+    def _announce_gradients(self, number: int, phase: Phase) -> None:
+        """Announce a phase of the backward pass of the run of that number; see Note [run numbers]."""
+        self._announce(phase, number)
+
     def describe(self, indices: Sequence[int]) -> str:
-        """Return the label, with the operators that a run has called where ranks tell each other."""
+        """Return the label, with the operators that a run has called, or its number, where ranks tell each other."""
+        if self.exchanges_gradients(indices):
+            return f"{self.label}, run {indices[1]}," if indices[1] > 1 else self.label
         called = [self.operators[index].name for index in indices[1:]]
         return f"{self.label} (after {', '.join(called)})" if called else self.label
 
+    def exchanges_gradients(self, indices: Sequence[int]) -> bool:
+        """Return whether this is a phase of a backward pass."""
+        return Phase(indices[0]) in _GRADIENTS
+
     def _note(self, phase: Phase) -> None:
         """Note what any rank of any group does."""
+        self._num_starts += phase == Phase.START
         self.has_run |= phase == Phase.START
-        self.has_new_gradients |= phase in (Phase.OUTPUT_GRADIENT, Phase.INPUT_GRADIENT)
+        self.has_new_gradients |= phase in _GRADIENTS
 
     def begin_step(self) -> None:
         """Forget runs of an earlier step, unless their gradients are still to be averaged."""
-        self.has_whole_runs = False
+        self.has_whole_runs, self._num_starts = False, 0
         self._whole_gradients.clear()
         self._repeatable.clear()
         self.has_run &= self.is_unsynced
