@@ -282,12 +282,17 @@ def _read_rows(table: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
         ShardingError: it has got an option that a slice can't be looked up with.
     """
     if reason := table_unsplittable_reason(table):
-        raise ShardingError(
-            f"an Embedding of {table.num_embeddings:,} rows is split into slices, but {reason}, which was not so when "
-            "the plan was made: set it before fit, or train without slices, OSDPCallback(slice_granularity=1)"
-        )
+        raise late_option(f"an Embedding of {table.num_embeddings:,} rows is split into slices", reason)
     options = {"padding_idx": table.padding_idx, "scale_grad_by_freq": table.scale_grad_by_freq} | kwargs
     return sliced_matmul.read_rows(*args, **options)
+
+
+def late_option(what: str, reason: str) -> ShardingError:
+    """Return the error that says that a table has got an option which its plan does not allow."""
+    return ShardingError(
+        f"{what}, but {reason}, which was not so when the plan was made: set the option before training, so that it is "
+        "planned with"
+    )
 
 
 def refuse_transforms(reason: str, kinds: Collection[TransformType]) -> None:

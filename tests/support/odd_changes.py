@@ -268,6 +268,22 @@ class SavedTensorsScaled(Odd):
             return super().training_step(batch, batch_index)
 
 
+class MaxNormLate(Odd):
+    """Rows of a table are limited from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        if batch_index == 2:
+            self.table.max_norm = 0.5
+
+
+class PaddingLate(Odd):
+    """A row of a table is trained no more from the third step on."""
+
+    def on_train_batch_start(self, batch: Any, batch_index: int) -> None:
+        if batch_index == 2:
+            self.table.padding_idx = 1
+
+
 CHANGE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, policy): "equal" for policy in ("dp", "mixed", "sliced") for kind in (
         FrozenInStepByRank, FrozenTogetherThenByRank, Thawed, ThawedByRank, ThawedByRankBeforeStep, ThawedAlone,
@@ -275,6 +291,9 @@ CHANGE_CASES: dict[tuple[Callable[[], Odd], str], str] = {
     **{(kind, policy): "equal" for policy in ("zdp", "mixed") for kind in (
         HookedOptimizer, OptimizerOfParent, BareOptimizer,
     )},
+    **{(PaddingLate, policy): "equal" for policy in ("zdp", "sliced", "tp")},
+    (MaxNormLate, "zdp"): "table is sharded, but max_norm changes rows that other ranks have, which was not so when",
+    (MaxNormLate, "sliced"): "split into slices, but max_norm changes whole rows of the weight, which was not so when",
     (MixesLate, "zdp"): "Bare.step() mixes elements of sharded weights or of their gradients (linalg_vector_norm)",
     **{(WithoutGradient, policy): "equal" for policy in ("dp", "zdp")},
     **{(kind, policy): "equal" for policy in ("zdp", "tp") for kind in (DrawsBatches, MadeInFitStart)},

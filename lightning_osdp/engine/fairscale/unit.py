@@ -61,7 +61,7 @@ from lightning_osdp.engine.fairscale.saved_tensors import GatheredValues, SavedT
 from lightning_osdp.engine.fairscale.unit_collectives import CoalescedAllGather, CoalescedReduceScatter
 from lightning_osdp.engine.fairscale.unit_parameters import ShardedParameter, UnitParameters
 from lightning_osdp.engine.replaced_method import replace_method
-from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, refuse_transforms
+from lightning_osdp.engine.sliced_operator import ForwardStage, WeightSlice, late_option, refuse_transforms
 from lightning_osdp.engine.splittable import has_parameter_hooks
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.planning.spec.choices import Mode
@@ -144,6 +144,8 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             for name, parameter in module._parameters.items()
             if parameter in self.param_indices
         ]
+        tables = [module for module in self._hooked_modules if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+        self._tables = [table for table in tables if table._parameters.get("weight") in self.param_indices]
         self._num_running, self._in_graph = 0, False
         self._joined_pass = self._begun_pass = NO_PASS
         self._finished: set[nn.Parameter] = set()
@@ -196,6 +198,8 @@ class FairScaleUnit(UnitParameters, FullyShardedDataParallel, JoinableUnit):  # 
             return function(*args, **kwargs)
         if self._places and all(own.get(name) is not parameter for own, name, parameter in self._places):
             return function(*args, **kwargs)  # others have been put in their place, as ``functional_call`` does
+        if any(table.max_norm is not None for table in self._tables):
+            raise late_option(f"{self.label} is sharded", "max_norm changes rows that other ranks have")
         if with_grad:
             refuse_transforms("there are hooks on what autograd saves", {TransformType.Grad})
         with without_guards(), torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
