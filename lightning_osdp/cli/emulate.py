@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from lightning_osdp.cli import offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult, Task
 from lightning_osdp.cli.large_modules import ModuleMaker
 from lightning_osdp.emulation.environment import describe_cluster, resolve_cluster
-from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError, OSDPError, OSDPWarning
 from lightning_osdp.planning.spec.cluster import Cluster
 from lightning_osdp.planning.spec.formatting import format_bytes
 from lightning_osdp.planning.spec.plan import ExecutionPlan
@@ -47,6 +48,9 @@ _FSDP = ("FSDP per block", "FSDP per operator")
 BASELINES: dict[str, tuple[str, ...]] = {"ddp": ("DDP",), "fsdp": _FSDP, "fsdp2": _FSDP}
 """The baselines of a plan, of which the first that it has says which batch size suits a strategy best."""
 
+DDP_SETTINGS = (("_set_static_graph", "static_graph"), ("find_unused_parameters", "find_unused_parameters"))
+"""Words of an error of DDP that tell which argument a module needs, and that argument."""
+
 WritePage = Callable[[str, ExecutionPlan], None]
 
 
@@ -61,6 +65,7 @@ class Request:
         num_steps: optimizer steps that are timed.
         batch_size: per device, for all strategies; None: the best of each.
         planning_args: arguments of OSDPStrategy.
+        global_batch_size: over all ranks, for all strategies; ``"keep"``: that of OSDP's plan.
     """
 
     config: Path
@@ -69,6 +74,7 @@ class Request:
     num_steps: int
     batch_size: int | None
     planning_args: dict[str, Any]
+    global_batch_size: int | str | None = None
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -124,6 +130,8 @@ def run(options: Namespace, write_page: WritePage) -> None:
     plan_or_none = next((result.plan for result in results if result.plan is not None), None)
     if options.html is not None and plan_or_none is not None:
         write_page(options.html, plan_or_none)
+    elif options.html is not None:
+        warnings.warn(f"{options.html} is not written: OSDP has no plan to show", OSDPWarning, stacklevel=2)
     rows = [_to_row(result, request.cluster.ranks) for result in results]
     print(json.dumps(rows, indent=2)) if options.json else Console().print(tables.emulation_table(rows, plan_or_none))
     if all(result.failure for result in results):
@@ -137,7 +145,7 @@ def _read_request(options: Namespace) -> Request:
     names = ("memory_limit", "max_batch_size", "global_batch_size", "cache")
     planning_args = {name: options[name] for name in names if options[name] is not None}
     config = offline_plan.load_config(Path(options.config))
-    PlanningOptions(**config.planning_args | planning_args)  # refused here if they can't be used
+    used_args = PlanningOptions(**config.planning_args | planning_args)  # refused here if they can't be used
     return Request(
         config=config.path,
         cluster=resolve_cluster(options.hardware, options.devices, options.nodes),
@@ -145,6 +153,7 @@ def _read_request(options: Namespace) -> Request:
         num_steps=options.steps,
         batch_size=options.batch_size,
         planning_args=planning_args,
+        global_batch_size=used_args.global_batch_size,
     )
 
 
@@ -165,6 +174,8 @@ def _train_all(request: Request, quiet: bool) -> list[StrategyResult]:
             raise _to_error(result)
         if result.plan is not None:
             baselines = {baseline.name: baseline for baseline in result.plan.baselines}
+            if request.global_batch_size == "keep":
+                request = replace(request, global_batch_size=result.plan.global_batch_size)
         results.append(result)
     return results
 
@@ -176,6 +187,17 @@ def _to_error(result: StrategyResult) -> OSDPError:
 
 
 def _train(request: Request, strategy: StrategyName, batch_size: int | None, quiet: bool) -> StrategyResult:
+    """Train under one strategy; again where DDP says which argument it needs for this module."""
+    result = _train_once(request, strategy, batch_size, {}, quiet)
+    untried = dict(DDP_SETTINGS) if strategy == "ddp" else {}
+    while needed := next((words for words in untried if words in result.failure), None):
+        result = _train_once(request, strategy, batch_size, {untried.pop(needed): True}, quiet)
+    return result
+
+
+def _train_once(
+    request: Request, strategy: StrategyName, batch_size: int | None, settings: dict[str, bool], quiet: bool
+) -> StrategyResult:
     """Train under one strategy in a process of its own, which shows what it prints unless ``quiet``."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -185,6 +207,8 @@ def _train(request: Request, strategy: StrategyName, batch_size: int | None, qui
             strategy=strategy,
             num_steps=request.num_steps,
             batch_size=batch_size,
+            global_batch_size=request.global_batch_size if isinstance(request.global_batch_size, int) else None,
+            settings=settings,
             planning_args=request.planning_args,
             result=str(result),
             parent=os.getpid(),

@@ -61,6 +61,10 @@ class Task(BaseModel):
     """Optimizer steps that are timed."""
     batch_size: int | None = None
     """Per device; None: OSDP searches it, others keep the loader's."""
+    global_batch_size: int | None = None
+    """Over all ranks, which strategies other than OSDP accumulate; None: they keep the file's accumulation."""
+    settings: dict[str, bool] = {}
+    """Arguments of DDPStrategy."""
     planning_args: dict[str, Any] = {}
     """Arguments of OSDPStrategy, before those of the file."""
     result: str
@@ -82,6 +86,8 @@ class StrategyResult(BaseModel):
     peak_memory_bytes: int = 0
     before_bytes: int = 0
     """Memory of the process before the model was there."""
+    settings: dict[str, bool] = {}
+    """Arguments that DDPStrategy needs for this module."""
     plan: ExecutionPlan | None = None
     failure: str = ""
     needed_bytes: int = 0
@@ -191,25 +197,48 @@ def _make_strategy(task: Task, module: pl.LightningModule, file_args: Mapping[st
         fixed = {} if task.batch_size is None else {"batch_size": task.batch_size}
         return OSDPStrategy(**own | task.planning_args | fixed)
     if task.strategy == "ddp":
-        return DDPStrategy()
+        return DDPStrategy(**task.settings)  # type: ignore[arg-type]
     if task.strategy == "fsdp":
         return _FSDPOnAnyDevice(auto_wrap_policy=block_classes(module) or None)
     module.configure_model = partial(_shard_blocks, module, module.configure_model)  # type: ignore[method-assign]
     return ModelParallelStrategy(data_parallel_size=task.cluster.ranks, tensor_parallel_size=1)
 
 
-def _set_batch_size_in_setup(strategy: Strategy, batch_size: int | None, ranks: int) -> None:
-    """Have the loader's batch size changed where OSDPStrategy changes it."""
+def _set_batch_sizes_in_setup(strategy: Strategy, task: Task) -> None:
+    """Have the loader's batch size and the Trainer's accumulation changed where OSDPStrategy changes them."""
     original = strategy.setup
 
     def setup(trainer: pl.Trainer) -> None:
-        if batch_size is not None:
+        if task.batch_size is not None:
             data = TrainData(trainer, trainer.lightning_module)
-            apply_batch_size(data, batch_size, ranks)
+            apply_batch_size(data, task.batch_size, task.cluster.ranks)
             data.reset_dataloader()
+        if task.global_batch_size is not None:
+            batch_size = task.batch_size or _loader_batch_size(trainer)
+            samples = batch_size * task.cluster.ranks
+            trainer.accumulate_grad_batches = _accumulation(trainer, task.global_batch_size, samples)
         original(trainer)
 
     strategy.setup = setup  # type: ignore[method-assign]
+
+
+def _accumulation(trainer: pl.Trainer, global_batch_size: int, samples: int) -> int:
+    """Return how many batches of all ranks, of ``samples`` together, make the global batch size.
+
+    Raises:
+        ConfigurationError: they do not, or the module would have to accumulate itself.
+    """
+    steps, rest = divmod(global_batch_size, samples)
+    if rest or not steps:
+        raise ConfigurationError(
+            f"global_batch_size={global_batch_size} is no multiple of the ranks' {samples} samples"
+        )
+    if steps > 1 and not trainer.lightning_module.automatic_optimization:
+        raise ConfigurationError(
+            f"global_batch_size={global_batch_size} takes {steps} batches a step, but this module steps its optimizers "
+            "itself"
+        )
+    return steps
 
 
 def train(task: Task) -> StrategyResult:
@@ -227,7 +256,7 @@ def train(task: Task) -> StrategyResult:
     def make_trainer(module: pl.LightningModule, arguments: dict[str, Any]) -> pl.Trainer:
         strategy = _make_strategy(task, module, config.strategy)
         if task.strategy != "osdp":
-            _set_batch_size_in_setup(strategy, task.batch_size, task.cluster.ranks)
+            _set_batch_sizes_in_setup(strategy, task)
         own: dict[str, Any] = {
             "strategy": strategy,
             "accelerator": "cuda" if device.type == "cuda" else "cpu",
@@ -259,6 +288,7 @@ def train(task: Task) -> StrategyResult:
         communication_s=measured.communication_s,
         peak_memory_bytes=measured.peak_memory_bytes,
         before_bytes=before_bytes,
+        settings=task.settings,
         plan=plan,
     )
 

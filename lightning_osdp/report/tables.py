@@ -155,7 +155,7 @@ def emulation_table(rows: Sequence[Mapping[str, Any]], plan: ExecutionPlan | Non
     table = Table(box=None, pad_edge=False)
     for title in ("strategy", "batch size", "step time", "samples/s", "peak memory"):
         table.add_column(title, justify="left" if title == "strategy" else "right")
-    named = [(_STRATEGIES[row["strategy"]], row) for row in rows]
+    named = [(", ".join([_STRATEGIES[row["strategy"]], *row.get("settings", {})]), row) for row in rows]
     if plan is not None:
         named.insert(0, ("OSDP, predicted", {"batch_size": plan.batch_size, **plan.predicted.model_dump()}))
     for name, row in named:

@@ -194,7 +194,8 @@ class Cluster(FrozenModel):
         Raises:
             ValueError: ``text`` is not JSON or does not describe a cluster.
         """
-        return cls.model_validate_json(json.dumps(raise_negative_times(upgrade_cluster(parse_json(text)))))
+        data = raise_negative_times(upgrade_cluster(parse_json(text)))
+        return cls.model_validate_json(json.dumps(data), strict=True)
 
     @property
     def ranks(self) -> int:

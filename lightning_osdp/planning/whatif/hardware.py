@@ -252,7 +252,7 @@ def _combine(name: str) -> Hardware:
 
 def _parse(text: str, source: str) -> Hardware:
     try:
-        hardware = Hardware.model_validate_json(text)
+        hardware = Hardware.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigurationError(f"hardware {source}: {describe_error(error)}") from error
     if hardware.nodes > 1 and hardware.between_nodes is None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_osdp.cli import emulate
+from lightning_osdp.cli import emulate, emulate_worker
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation.environment import resolve_cluster
-from lightning_osdp.errors import InfeasibleError
+from lightning_osdp.errors import ConfigurationError, InfeasibleError
 from lightning_osdp.planning.spec.search_record import Baseline
+from lightning_osdp.planning.whatif import hardware
 from tests.support.models import hand_made_plan
 
 GIB = 1 << 30
@@ -120,3 +122,60 @@ def test_comparison_of_which_all_fail_ends_with_the_first_error(
     assert printed.err == "osdp: error: osdp failed\n"
     if as_json:
         assert [row["error"] for row in json.loads(printed.out)] == [f"{each} failed" for each in emulate.STRATEGIES]
+
+
+def test_page_that_is_not_written_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(_: Any, strategy: StrategyName, *__: Any) -> StrategyResult:
+        return StrategyResult(strategy=strategy, batch_size=4, step_time_s=0.5, failure="no" * (strategy == "osdp"))
+
+    monkeypatch.setattr(emulate, "_train", train)
+    page = tmp_path / "page.html"
+    args = ["--config", write_config(tmp_path), "--hardware", "h100-80gb-nvlink", "--html", str(page), "--compare"]
+    assert main(["emulate", *args]) == 0
+    assert f"osdp: warning: {page} is not written: OSDP has no plan to show" in capsys.readouterr().err
+    assert not page.exists()
+
+
+def test_ddp_is_trained_again_with_each_argument_that_it_asks_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[dict[str, bool]] = []
+    words = ["enable find_unused_parameters=True", "try to use _set_static_graph()", "find_unused_parameters"]
+
+    def train(_: Any, strategy: StrategyName, __: Any, settings: dict[str, bool], *___: Any) -> StrategyResult:
+        tried.append(settings)
+        return StrategyResult(strategy=strategy, failure=words[len(tried) - 1])
+
+    monkeypatch.setattr(emulate, "_train_once", train)
+    assert emulate._train(request("ddp"), "ddp", None, quiet=True).failure == "find_unused_parameters"
+    assert tried == [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    tried.clear()
+    emulate._train(request("fsdp"), "fsdp", None, quiet=True)
+    assert tried == [{}]
+
+
+@pytest.mark.parametrize(
+    ("samples", "is_automatic", "expected"),
+    [(64, True, 4), (256, False, 1), (64, False, "steps its optimizers itself"), (96, True, "no multiple of")],
+)
+def test_other_strategies_accumulate_to_the_global_batch_size(
+    samples: int, is_automatic: bool, expected: int | str
+) -> None:
+    trainer: Any = SimpleNamespace(lightning_module=SimpleNamespace(automatic_optimization=is_automatic))
+    if isinstance(expected, int):
+        assert emulate_worker._accumulation(trainer, 256, samples) == expected
+    else:
+        with pytest.raises(ConfigurationError, match=expected):
+            emulate_worker._accumulation(trainer, 256, samples)
+
+
+@pytest.mark.parametrize("value", ['"12"', "true"])
+@pytest.mark.parametrize("field", ["devices_per_node", "overlap"])
+def test_text_and_truth_in_a_hardware_or_cluster_file_are_no_numbers(value: str, field: str, tmp_path: Path) -> None:
+    described = hardware.load("h100-80gb-nvlink")
+    for model in (described, hardware.build_cluster(described)):
+        data = model.model_dump(mode="json") | {field: json.loads(value)}
+        file = tmp_path / "mine.json"
+        file.write_text(json.dumps(data))
+        with pytest.raises(ConfigurationError, match=f"field {field}: Input should be a valid"):
+            resolve_cluster(str(file), None)
