@@ -56,7 +56,7 @@ def check_alike(name: str, given: Tensor, other: Tensor) -> None:
         )
 
 
-def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks: int) -> None:
+def check_list(name: str, tensors: Sequence[Any], part: Tensor | None, ranks: int) -> None:
     """Refuse a list that has not one tensor for each rank, each like ``part`` if that is given.
 
     Raises:
@@ -69,17 +69,32 @@ def check_list(name: str, tensors: Sequence[Tensor], part: Tensor | None, ranks:
             check_alike(name, tensor, part)
 
 
-def check_split(name: str, tensor: Tensor, sizes: Sequence[int] | None, ranks: int) -> None:
-    """Refuse an all-to-all whose tensor can't be divided over the ranks.
+def check_rows(name: str, tensors: tuple[Tensor, Tensor], sizes: Sequence[Sequence[int] | None], ranks: int) -> None:
+    """Refuse an all-to-all whose rows can't be divided over the ranks, or can't be exchanged.
+
+    Args:
+        name: of the collective.
+        tensors: the output and the input.
+        sizes: rows of each rank in both; None: evenly divided.
+        ranks: number of ranks.
 
     Raises:
-        ConfigurationError: the given sizes are not those of its rows, or the rows can't be divided evenly.
+        ConfigurationError: the given sizes are not those of its rows, the rows can't be divided evenly, or those of the
+            output have another size or data type than those of the input.
     """
-    rows = len(tensor)
-    fits = (len(sizes) == ranks and sum(sizes) == rows) if sizes else rows % ranks == 0
-    if not fits:
-        given = f"in parts of {list(sizes)}" if sizes else "evenly"
-        raise ConfigurationError(f"{name}: {rows} rows can't be divided over {ranks} ranks {given}")
+    output, given = tensors
+    elements = [tensor.shape[1:].numel() for tensor in tensors]
+    if elements[0] != elements[1] or output.dtype != given.dtype:
+        raise ConfigurationError(
+            f"{name}: rows of {elements[1]} elements of {given.dtype} can't fill rows of {elements[0]} of "
+            f"{output.dtype}"
+        )
+    for tensor, parts in zip(reversed(tensors), reversed(sizes), strict=True):
+        rows = len(tensor)
+        fits = (len(parts) == ranks and sum(parts) == rows) if parts else rows % ranks == 0
+        if not fits:
+            words = f"in parts of {list(parts)}" if parts else "evenly"
+            raise ConfigurationError(f"{name}: {rows} rows can't be divided over {ranks} ranks {words}")
 
 
 def check_known(name: str, tensors: Sequence[Tensor], source: Any) -> None:

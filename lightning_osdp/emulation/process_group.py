@@ -25,7 +25,7 @@ from lightning_osdp.emulation.argument_checks import (
     check_list,
     check_parts,
     check_rank,
-    check_split,
+    check_rows,
 )
 from lightning_osdp.emulation.link_clock import LinkClock
 from lightning_osdp.emulation.links import Collective, EmulatedLinks
@@ -217,6 +217,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         """Copy the inputs to each list of outputs."""
+        check_list("all_gather", output_lists, None, self.size())
 
         def copy() -> None:
             for outputs in output_lists:
@@ -295,8 +296,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> dist.Work:
         """Fill the output with N copies of the part of the input that is for this rank."""
         ranks = self.size()
-        check_split("all_to_all", input, input_sizes, ranks)
-        check_split("all_to_all", output, output_sizes, ranks)
+        check_rows("all_to_all", (output, input), (output_sizes, input_sizes), ranks)
         parts = torch.split(input, input_sizes) if input_sizes else input.chunk(ranks)
         targets = torch.split(output, output_sizes) if output_sizes else output.chunk(ranks)
         return self.alltoall(targets, parts) if parts and targets else self._run("all_to_all", lambda: None, [output])
@@ -304,10 +304,9 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Fill each output with the input that is for this rank, or with zeros where the sizes differ."""
         check_list("all_to_all", outputs, None, self.size())
-        check_list("all_to_all", inputs, None, self.size())
+        (own,) = self._own_parts("all_to_all", [outputs[self._rank]], [inputs])
 
         def copy() -> None:
-            own = inputs[self._rank]
             for target in outputs:
                 target.copy_(own) if target.shape == own.shape else target.zero_()
 

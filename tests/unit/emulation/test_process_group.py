@@ -169,6 +169,20 @@ REFUSED = {
         lambda: dist.all_to_all_single(torch.zeros(16), torch.ones(17), [1] * 16, [1] * 16),
         r"17 rows can't be divided over 16 ranks in parts of \[1, 1",
     ),
+    "an all-to-all of rows of another size": (
+        lambda: dist.all_to_all_single(torch.zeros(RANKS, 2), torch.ones(RANKS, 3)),
+        "all_to_all: rows of 3 elements of torch.float32 can't fill rows of 2 of torch.float32",
+    ),
+    "an all-to-all whose message to itself does not fit": (
+        lambda: dist.all_to_all([torch.zeros(2)] * RANKS, [torch.ones(3)] * RANKS),
+        "all_to_all: a tensor of its list has 3 elements of torch.float32, the tensor given with it 2 of",
+    ),
+    "more lists than ranks": (
+        lambda: dist.group.WORLD.allgather_coalesced(  # type: ignore[union-attr]
+            [[torch.zeros(1)]] * (RANKS + 1), [torch.ones(1)]
+        ),
+        "all_gather over 16 ranks: its list has 17 tensors, not one for each",
+    ),
     "a reduction that is not emulated": (
         lambda: dist.reduce_scatter_tensor(
             torch.zeros(1, dtype=torch.int64), torch.ones(RANKS, dtype=torch.int64), dist.ReduceOp.BXOR
