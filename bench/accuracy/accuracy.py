@@ -162,10 +162,10 @@ CAUSES = (
     "",
     "- The machine is one that others use as well. A fixed step of a plain model, trained for four minutes, took 284 "
     "to 338 ms in stretches of 6 s.",
-    "- Starts differ: all cases twice on the same day, before the last changes, gave medians of 3.0 and 1.7 %, 91 and "
-    "86 % within 10 %, and worst cases of 10.7 and 13.8 % besides SegFormer, whose plan could not be tried and was "
-    "predicted 37 and 51 % too long. What that came of is mended ([M-autotune-13 and 14](measurements/autotune.md), "
-    "[M-engine-34](measurements/engine.md)): SegFormer's row was measured with that, the others before.",
+    "- Starts differ, the more so while others use the machine: two whole runs on one day gave medians of 3.0 and "
+    "1.7 %, 91 and 86 % within 10 %. The one shown was made in an hour in which sums of large vectors took 1.3 to 2 "
+    "times as long as on a quiet day, and hardly a case kept its pace.",
+    "- Step times of tight plans that recompute and gather much (CLIP, mT5) are predicted too short.",
     "- Of a heap that retains freed tensors, a bound is predicted, which training stays below.",
     "- Where a tight limit leaves no memory or time to try a plan, but only the unsharded step, with each gradient "
     "freed as it is made, what sharding and recomputing add to that is the sum of measured parts.",
