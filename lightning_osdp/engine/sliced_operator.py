@@ -290,8 +290,8 @@ def _read_rows(table: nn.Embedding, *args: Any, **kwargs: Any) -> Tensor:
 def late_option(what: str, reason: str) -> ShardingError:
     """Return the error that says that a table has got an option which its plan does not allow."""
     return ShardingError(
-        f"{what}, but {reason}, which was not so when the plan was made: set the option before training, so that it is "
-        "planned with"
+        f"{what}, but {reason}, which was not so when the plan was made: set the option before fit, so that the plan "
+        "takes it into account"
     )
 
 

@@ -6,10 +6,11 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -60,12 +61,10 @@ def slow_gathers() -> Iterator[None]:
         return wait_and_call
 
     places = (collectives, "_native_all_gather"), (ring, "ring_all_gather"), (ring, "all_gather_async")
-    own = [getattr(module, name) for module, name in places]
-    for (module, name), call in zip(places, own, strict=True):
-        setattr(module, name, slow(call))
-    yield
-    for (module, name), call in zip(places, own, strict=True):
-        setattr(module, name, call)
+    with ExitStack() as patches:
+        for module, name in places:
+            patches.enter_context(patch.object(module, name, slow(getattr(module, name))))
+        yield
 
 
 class Delay(Callback):
