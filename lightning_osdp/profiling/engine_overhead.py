@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_osdp.backend import agree
+from lightning_osdp.backend.emulated import is_emulated
 from lightning_osdp.backend.timer import CORE_SHARING, synchronize, typical_time_s
 from lightning_osdp.engine.base import create_engine
 from lightning_osdp.planning.cost.activation_exchange import exchange_s, handled_bytes
@@ -70,9 +71,10 @@ FLOPS_PER_REPLICATED = {"cpu": 1 << 22, "cuda": 0}
 MIN_REPEATS, MAX_REPEATS, TIMING_BUDGET_S = 3, 5, 0.45
 """Number of timed steps for each mode and size, after one warm-up step, and how long they may take in all."""
 
-SHARED_CORES_CALIBRATION = 0.3
-"""Fraction by which collectives and the engine are assumed to take longer within a step where ranks share cores, until
-a trial measures it [M-engine-2]. Starting many ranks on few cores may leave no time for a trial."""
+ASSUMED_CALIBRATION, SHARED_CORES_CALIBRATION = {"cpu": 0.15, "cuda": 0.0}, 0.3
+"""Fraction by which collectives and the engine are assumed to take longer within a step than in parts, until a trial
+measures it, and the same where ranks share cores. On a CPU ranks wait for each other (emulated ones do not), and gloo's
+threads compute beside them; there may be no memory or time for a trial. [M-engine-2] [M-engine-35]"""
 
 
 class EngineStep(NamedTuple):
@@ -120,8 +122,9 @@ def measure_engine_overhead(
         fits[mode] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
     if Mode.TP in capabilities.modes:
         fits[Mode.TP] = _measure_tensor_parallel(group, device, cluster, capabilities.engine)
-    factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else 0.0
-    calibration = CalibrationFactors(dp=factor, zdp2=factor, zdp=factor, tp=factor)
+    factor = 0.0 if is_emulated(group) else ASSUMED_CALIBRATION[device.type]
+    factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else factor
+    calibration = CalibrationFactors(**{mode.value: factor for mode in Mode})
     return EngineOverhead(**{mode.value: fit for mode, fit in fits.items()}, calibration=calibration)
 
 

@@ -50,7 +50,7 @@ PLAN_TRIAL_RELATIVE_ERROR = 0.035
 """The least error that a trial over several rounds is taken to have, however little its rounds differ."""
 
 PRIOR_RELATIVE_ERROR = 0.25
-"""Assumed standard deviation of the parts' error: of all parts together, and of each kind (``CalibrationFactors``)."""
+"""Assumed standard deviation of ``CalibrationFactors``: of one for all parts together, and of each kind's."""
 
 MAX_TRIAL_SAVING = 1 - 1 / MAX_CORRECTION
 """Fraction of a predicted step that its trial may show not to be needed, on a single rank."""
@@ -256,7 +256,8 @@ def _without_optimizer_states(operator: Operator) -> Operator:
 def fit_calibration(engine_overhead: EngineOverhead, trials: Sequence[Trial]) -> EngineOverhead:
     """Return the engine's overhead with the most likely ``CalibrationFactors``, given the trials.
 
-    Trials are noisy sums over kinds of operators: a least-squares fit weighs them against the parts, by their errors.
+    Trials are noisy sums over kinds of operators: a least-squares fit weighs them against what is assumed without
+    them, the factors of ``engine_overhead``, by their errors.
     """
     if not trials:
         return engine_overhead
@@ -274,7 +275,9 @@ def fit_calibration(engine_overhead: EngineOverhead, trials: Sequence[Trial]) ->
         rows.append(np.array([common_s, *added_s]) / error_s)
         values.append((trial.measured_s - trial.predicted_s) / error_s)
     prior = np.eye(1 + len(kinds)) / PRIOR_RELATIVE_ERROR
-    common, *own = _solve_nonnegative(np.vstack([*rows, prior]), np.append(values, np.zeros(len(prior))))
+    assumed = [0.0, *(getattr(engine_overhead.calibration, kind) for kind in kinds)]
+    targets = [*values, *(factor / PRIOR_RELATIVE_ERROR for factor in assumed)]
+    common, *own = _solve_nonnegative(np.vstack([*rows, prior]), np.array(targets))
     factors = {kind: float(factor + common * (kind in MODE_NAMES)) for kind, factor in zip(kinds, own, strict=True)}
     return engine_overhead.model_copy(update={"calibration": CalibrationFactors(**factors)})
 

@@ -9,14 +9,7 @@ import torch.distributed as dist
 from lightning_osdp.backend.cpu.core_sharing import CORE_SHARING
 from lightning_osdp.planning.cost.step_time import engine_time
 from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
-from lightning_osdp.planning.spec.cluster import (
-    CalibrationFactors,
-    Cluster,
-    CollectiveFit,
-    EngineOverhead,
-    Link,
-    ModeOverhead,
-)
+from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, EngineOverhead, Link, ModeOverhead
 from lightning_osdp.planning.spec.model import Operator, ParameterInfo
 from lightning_osdp.profiling import engine_overhead
 from tests.support.models import some_cluster
@@ -67,14 +60,15 @@ def test_measure_gives_engine_overhead_on_numbers_of_ranks_that_divide_no_usual_
         assert free.tp.time_s(1 << 20) > 0
 
 
-def test_measure_with_shared_cores_adds_calibration() -> None:
-    free, dearly = run_ranks(measure, 2, True)[0]
+@pytest.mark.parametrize("shares_cores", [False, True])
+def test_measure_assumes_calibration_which_is_larger_where_ranks_share_cores(shares_cores: bool) -> None:
+    free, dearly = run_ranks(measure, 2, shares_cores)[0]
     assert free.calibration == dearly.calibration
+    by_device, shared = engine_overhead.ASSUMED_CALIBRATION, engine_overhead.SHARED_CORES_CALIBRATION
     assert [free.calibration.for_kinds([mode.value]) for mode in Mode] == pytest.approx(
-        [engine_overhead.SHARED_CORES_CALIBRATION] * len(Mode)
+        [shared if shares_cores else by_device["cpu"]] * len(Mode)
     )
-    alone, _ = run_ranks(measure, 2)[0]
-    assert alone.calibration == CalibrationFactors()
+    assert shared > by_device["cpu"]
 
 
 def measured_widths(rank: int, ranks: int, rooms: list[int | None]) -> list[tuple[str, int, int]]:

@@ -252,6 +252,15 @@ def test_fit_calibration_precise_trials_determine_overhead_of_each_mode() -> Non
         )
 
 
+def test_fit_calibration_keeps_assumed_factor_of_a_mode_that_no_trial_has() -> None:
+    engine = PARTS.engine.model_copy(update={"calibration": CalibrationFactors(zdp=0.2, tp=0.25)})
+    trial = trial_with_overheads(uniform_plan(Mode.ZDP), {"zdp": 0.05}, 1e-5)
+    found = fit_calibration(engine, [trial]).calibration
+    assert found.tp == pytest.approx(0.25, abs=0.1), "all modes have a part in common, which was less than assumed"
+    assert found.zdp == pytest.approx(0.05, abs=0.02)
+    assert fit_calibration(engine, []) == engine
+
+
 def test_fit_calibration_separates_slicing_and_wrapping_from_mode() -> None:
     uniform_ones = [trial_with_overheads(uniform_plan(mode), {}, 1e-3) for mode in WEIGHT_MODES]
     cut = trial_with_overheads(slice_first_operator(uniform_plan(Mode.ZDP)), {"split": 0.5}, 1e-3)
