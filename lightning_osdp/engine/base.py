@@ -21,6 +21,7 @@ from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.capabilities import DEFAULT_ENGINE, EngineCapabilities
 from lightning_osdp.planning.spec.plan import ExecutionPlan
 from lightning_osdp.state import state_dict as states
+from lightning_osdp.state.checked_values import match_optimizer_state
 from lightning_osdp.state.deferred_tensor import DeferredTensors
 from lightning_osdp.state.guarded_parameter import without_guards
 from lightning_osdp.state.state_dict import Fill, ShardedParameters, fill_from_memory
@@ -256,8 +257,9 @@ class Engine(ABC):
             ShardingError: names, shapes or groups differ.
         """
         states.check_model_state(self._module, self._sharded_parameters, state, strict)
+        shape_of, names = self._sharded_parameters.unsharded_shape, self._parameter_names()
         for optimizer, saved_state in saved_states.items():
-            states.match_optimizer_state(optimizer, self._sharded_parameters, self._parameter_names(), saved_state)
+            match_optimizer_state(optimizer, shape_of, names, saved_state)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any], fill: Fill = fill_from_memory) -> None:
         """Load what ``optimizer_state`` returned, under this or any other plan, on every rank."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_osdp.errors import ShardingError
-from lightning_osdp.state.checked_values import PARAMETER_NAMES, check_kind, check_optimizer_structure
+from lightning_osdp.state.checked_values import PARAMETER_NAMES, check_kind, match_optimizer_state
 from lightning_osdp.state.deferred_tensor import DeferredTensor, DeferredTensors, LoadTarget
 from lightning_osdp.state.guarded_parameter import (
     GatheredTensor,
@@ -372,7 +372,7 @@ def load_optimizer_state(
     fill: Fill,
 ) -> None:
     """Load what ``optimizer_state`` or a plain optimizer's ``state_dict`` returned, given on every rank."""
-    packed = match_optimizer_state(optimizer, sharded_parameters, names, saved_state)
+    packed = match_optimizer_state(optimizer, sharded_parameters.unsharded_shape, names, saved_state)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     targets: list[LoadTarget] = []
     state: dict[Any, dict[str, Any]] = {}
@@ -389,66 +389,3 @@ def load_optimizer_state(
                 state[number][key] = value.clone() if isinstance(value, Tensor) else value
     fill(targets)
     optimizer.load_state_dict({**packed, "state": state})
-
-
-def match_optimizer_state(
-    optimizer: Optimizer,
-    sharded_parameters: ShardedParameters,
-    names: Mapping[nn.Parameter, str],
-    saved_state: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Return the saved state with its parameters in this optimizer's order: by name if both have the same names.
-
-    Raises:
-        ShardingError: it has other parameter groups, or a state of another shape. Nothing has changed then.
-    """
-    check_optimizer_structure(saved_state)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    saved_sizes = [len(group["params"]) for group in saved_state["param_groups"]]
-    own_names, saved_names = [names.get(parameter) for parameter in parameters], _get_saved_names(saved_state)
-    by_name = (
-        saved_names is not None
-        and None not in own_names
-        and sorted(map(str, own_names)) == sorted(map(str, saved_names))
-    )
-    if len(sizes) != len(saved_sizes) or (sizes != saved_sizes and not by_name):
-        raise ShardingError(
-            f"the optimizer state does not fit: its parameter groups hold {saved_sizes} parameters, those here {sizes}"
-        )
-    order = [number for group in saved_state["param_groups"] for number in group["params"]]
-    if by_name:
-        assert saved_names is not None
-        number_by_name = dict(zip(map(str, saved_names), order, strict=True))
-        order = [number_by_name[str(name)] for name in own_names]
-    state = {number: saved_state["state"][old] for number, old in enumerate(order) if old in saved_state["state"]}
-    for number, entries in state.items():
-        name, shape = own_names[number] or f"parameter {number}", sharded_parameters.unsharded_shape(parameters[number])
-        _check_shapes(name, entries, shape)
-        for key, value in entries.items():
-            if isinstance(value, Tensor | str | bytes):
-                check_kind(f"the optimizer state does not fit: {key} of {name}", value, parameters[number])
-    first, groups = 0, []
-    for group, size in zip(saved_state["param_groups"], sizes, strict=True):
-        groups.append({**group, "params": list(range(first, first + size))})
-        first += size
-    return {"state": state, "param_groups": groups}
-
-
-def _get_saved_names(saved_state: Mapping[str, Any]) -> list[str] | None:
-    """Return the saved parameters' names in the order of the groups, as written by this package or by PyTorch."""
-    if PARAMETER_NAMES in saved_state:
-        return list(saved_state[PARAMETER_NAMES])
-    if all("param_names" in group for group in saved_state["param_groups"]):
-        return [name for group in saved_state["param_groups"] for name in group["param_names"]]
-    return None
-
-
-def _check_shapes(name: str, entries: Mapping[str, Any], shape: torch.Size) -> None:
-    """Reject a state with as many dimensions as its parameter (factored states have fewer) but another shape."""
-    for key, value in entries.items():
-        if isinstance(value, Tensor) and value.dim() == len(shape) > 0 and value.shape != shape:
-            raise ShardingError(
-                f"the optimizer state does not fit: {key} of {name} is {tuple(value.shape)} there, the parameter "
-                f"{tuple(shape)} here"
-            )

@@ -13,7 +13,9 @@ from importlinter.cli import EXIT_STATUS_SUCCESS, lint_imports
 import lightning_osdp
 
 ROOT = Path(__file__).parents[2]
+LIBRARY = sorted((ROOT / "lightning_osdp").glob("**/*.py"))
 PLANNING = sorted((ROOT / "lightning_osdp" / "planning").glob("**/*.py"))
+MAX_FILE_LINES, MAX_TOP_LEVEL_ENTRIES = 450, 13
 ENGINES = {"torch", "lightning", "pytorch_lightning", "fairscale"}
 
 
@@ -39,6 +41,13 @@ def test_planning_module_imports_no_torch_or_engine_and_prints_nothing(path: Pat
     assert not imported_packages(source) & ENGINES
     calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     assert not any(isinstance(called, ast.Name) and called.id == "print" for called in calls)
+
+
+def test_library_has_few_top_level_entries_and_no_long_file() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in LIBRARY}
+    assert {name: length for name, length in lengths.items() if length > MAX_FILE_LINES} == {}
+    top_level = {name.split("/")[1] for name in lengths}
+    assert len(top_level) <= MAX_TOP_LEVEL_ENTRIES, sorted(top_level)
 
 
 def test_imported_packages_includes_imports_inside_functions() -> None:

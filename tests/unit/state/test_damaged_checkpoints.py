@@ -21,6 +21,7 @@ from lightning_osdp.cli.main import main
 from lightning_osdp.errors import CheckpointError, OSDPError, ShardingError
 from lightning_osdp.state import state_dict as states
 from lightning_osdp.state.atomic_files import CHECKSUM_FILE, TRAINER_FILE
+from lightning_osdp.state.checked_values import match_optimizer_state
 from lightning_osdp.state.checkpoint import CheckpointFormat, consolidate
 from lightning_osdp.state.folder_index import ChunkBounds, covers_once
 from lightning_osdp.state.state_dict import ShardedParameters
@@ -397,7 +398,7 @@ def test_foreign_content_raises_and_changes_nothing(
     def check_and_load() -> None:
         loaded = checkpoints.load(tmp_path / "a.ckpt", True, group)
         for saved_state in loaded["optimizer_states"]:
-            states.match_optimizer_state(optimizer, NO_SHARDS, names_of(module), saved_state)
+            match_optimizer_state(optimizer, NO_SHARDS.unsharded_shape, names_of(module), saved_state)
         states.load_model_state(module, NO_SHARDS, loaded["state_dict"], True, checkpoints.fill)
 
     with pytest.raises(error, match=message):
