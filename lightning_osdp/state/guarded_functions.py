@@ -28,6 +28,7 @@ from lightning_osdp.state.guarded_parameter import (
     opened,
     without_guards,
 )
+from lightning_osdp.state.limited_rows import LOOK_UPS, check_limited_rows
 from lightning_osdp.state.refused_tracing import refuse_tracers, refuse_wrappers
 from lightning_osdp.state.stored_tensor import SHAPE_FUNCTIONS, VALUE_PROPERTIES
 
@@ -278,7 +279,9 @@ class _OutsideRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, local: LocalShard) -> Tensor:
         ctx.guard = local.guard
-        return local.gather()
+        full = local.gather()
+        storage, place = full.untyped_storage(), (full.storage_offset(), full.shape, full.stride())
+        return full.new_empty(0).set_(storage, *place)  # of an output that is a view, torch refuses changes in place
 
     @staticmethod
     @first_order(lambda ctx: ctx.guard.refusal("its gradient is differentiated again, outside of its operator"))
@@ -337,6 +340,8 @@ def run_on_full(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str
     result = func(*args, **kwargs)
     for leaf, version in versions:
         if leaf._version != version or id(leaf) in declared:
+            if name in LOOK_UPS:
+                check_limited_rows(gathered[id(leaf)][1], leaves)
             gathered[id(leaf)][1].write_back()
     return tree_map(lambda value: _wrap_result(value, gathered), result)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import parametrize, prune
 
 from tests.support.outside_uses import HIDDEN, IN, ITEMS, Model, Use
@@ -287,6 +288,25 @@ class WrittenByOperator(Use):
         self.note(self.model.loss(ROWS))
 
 
+class RowsLimited(Use):
+    """Functions that limit the norms of rows, and a view that is changed: amid a graph, and between steps."""
+
+    def loss(self, x: Tensor, step: int) -> Tensor:
+        loss, items = super().loss(x, step), self.model.items.weight
+        first = items[:2]
+        first.detach().mul_(0.9)
+        rows = functional.embedding(torch.tensor([1, 2, 2]), items, max_norm=0.5)
+        bag = functional.embedding_bag(torch.tensor([[3, 4]]), items, max_norm=0.5, mode="sum")
+        return loss + 0.01 * (rows.sum() + bag.square().sum() + first.sum())
+
+    def after_step(self, step: int) -> None:
+        items = self.model.items.weight
+        self.note(functional.embedding(torch.tensor([5, 1]), items, max_norm=0.3))
+        with torch.no_grad():
+            torch.embedding_renorm_(items, torch.tensor([6]), 0.2, 2.0)
+        self.note(items)
+
+
 class Scaled(nn.Module):
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -310,6 +330,6 @@ ODD_USES: dict[str, Callable[[Model], Use]] = {
     for use in (
         OwnSteps, OwnOptimizer, SharpnessAware, LossScaled, LateHooks, LateModuleHooks, Tied, Assigned, PrunedByTorch,
         Replaced, KeptViews, FailedRuns, GradientsReplaced, Cast, Parametrized, GroupsAdded,
-        WrittenByOperator,
+        WrittenByOperator, RowsLimited,
     )
 }  # fmt: skip

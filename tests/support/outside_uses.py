@@ -386,6 +386,10 @@ def _write_view_with_gradients(model: Model) -> None:
     model.items.weight[0].mul_(2)
 
 
+def _limit_own_rows(model: Model) -> None:
+    functional.embedding(torch.tensor([dist.get_rank()]), model.items.weight, max_norm=0.01)
+
+
 def _assign(model: Model, value: Tensor) -> None:
     model.items.weight.data = value
 
@@ -409,5 +413,6 @@ REFUSALS: dict[str, tuple[Callable[[Model], Any], str]] = {
     "a worker of a DataLoader": (_read_in_worker, "a process of a DataLoader"),
     "changed by numpy": (_write_to_numpy, "read-only"),
     "changed with gradients": (_write_with_gradients, LEAF),
+    "rows of each rank limited": (_limit_own_rows, "max_norm changes the rows that a rank looks up"),
     "a view changed with gradients": (_write_view_with_gradients, LEAF),
 }
