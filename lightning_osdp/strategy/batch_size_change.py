@@ -123,7 +123,7 @@ class Epoch:
         return max(1, bisect(sizes, False, key=lambda size: not is_enough(size)))
 
 
-def describe_change(epoch: Epoch, present: int, accumulation: int, plan: ExecutionPlan, ranks: int) -> str:
+def describe_change(epoch: Epoch, present: int, accumulation: int, plan: ExecutionPlan, ranks: int, remedy: str) -> str:
     """Return the line that says what the plan changes; empty if it trains what the loader and the Trainer say.
 
     Args:
@@ -132,6 +132,7 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
         accumulation: the Trainer's accumulation before the plan.
         plan: the plan.
         ranks: number of ranks.
+        remedy: what keeps the present ones; empty if they are changed as the user asked for.
     """
     if (plan.batch_size, plan.accumulate_grad_batches) == (present, accumulation):
         return ""
@@ -142,16 +143,14 @@ def describe_change(epoch: Epoch, present: int, accumulation: int, plan: Executi
     if plan.accumulate_grad_batches != accumulation:
         accumulated = f", accumulate_grad_batches {accumulation} -> {plan.accumulate_grad_batches}"
     total, new_total = present * ranks * accumulation, plan.batch_size * ranks * plan.accumulate_grad_batches
-    advice = "" if new_total == total else " the learning rate is yours to adapt;"
-    return (
-        f"batch size per device {present} -> {plan.batch_size} (global {total} -> {new_total}){accumulated}{steps};"
-        f"{advice} batch_size='keep' keeps yours"
-    )
+    advice = "" if new_total == total else "the learning rate is yours to adapt"
+    change = f"batch size per device {present} -> {plan.batch_size} (global {total} -> {new_total}){accumulated}{steps}"
+    return "; ".join(filter(None, (change, advice, remedy)))
 
 
-def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPlan, ranks: int) -> None:
+def announce_change(trainer: Any, epoch: Epoch, present: int, plan: ExecutionPlan, ranks: int, remedy: str) -> None:
     """Print ``describe_change`` on rank 0, if there is one."""
-    change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks)
+    change = describe_change(epoch, present, trainer.accumulate_grad_batches, plan, ranks, remedy)
     if change and trainer.is_global_zero:
         tables.print_output(Text(change), soft_wrap=True)
 

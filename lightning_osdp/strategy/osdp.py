@@ -263,7 +263,8 @@ class OSDPStrategy(HandoverStrategy):
         self._sizes_before = present, int(trainer.accumulate_grad_batches)
         if self._keeps_batch_size:  # also where ranks have other ones, of which the plan has the largest
             present = plan.batch_size
-        announce_change(trainer, data.epoch(world), present, plan, world)
+        remedy = self._options.remedy(plan, present, world, is_given=given_plan is not None)
+        announce_change(trainer, data.epoch(world), present, plan, world, remedy)
         if ranks.all_reduce_max([plan.batch_size != present])[0]:
             ranks.raise_on_all_ranks(lambda: apply_batch_size(data, plan.batch_size, world))
         trainer.accumulate_grad_batches = plan.accumulate_grad_batches

@@ -86,6 +86,8 @@ def resolve_plan(
     ranks.raise_on_all_ranks(lambda: constraints.check(traced.model_profile, current_cluster(ranks)))
     if given_plan is not None:
         ranks.raise_on_all_ranks(lambda: check_given_plan(given_plan, traced, ranks, blocker, constraints))
+        sizes = ranks.all_gather_object(data.loader_batch_size or context.batch_size)
+        ranks.raise_on_all_ranks(lambda: options.check_sizes(given_plan, sizes, trainer.accumulate_grad_batches))
         proven = ranks.raise_on_all_ranks(lambda: given_plan.with_proven_scopes(traced.model_profile))
         return PlanningResult(proven.with_types_of(traced.model_profile))
     limit = options.limit_on(context.device, run.ranks_per_node, ranks_sharing_memory_limit(ranks))

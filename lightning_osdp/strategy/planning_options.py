@@ -175,6 +175,48 @@ class PlanningOptions:
             policy = replace(policy, global_batch_size=batch_size * num_ranks * policy.accumulation)
         return policy
 
+    def check_sizes(self, plan: ExecutionPlan, present: Sequence[int], accumulation: int) -> None:
+        """Refuse a plan that was given beside a batch size that it does not have.
+
+        Args:
+            plan: the plan.
+            present: the batch size of each rank's loader.
+            accumulation: batches per optimizer step that the Trainer asks for.
+
+        Raises:
+            ConfigurationError: an argument and the plan contradict each other.
+        """
+        size, total = plan.batch_size, plan.batch_size * plan.accumulate_grad_batches * len(present)
+        keeps, kept_total = max(present), present[0] * accumulation * len(present)
+        requests = (
+            ("batch_size", self.batch_size, keeps, size),
+            ("max_batch_size", None if size <= (self.max_batch_size or size) else self.max_batch_size, 0, size),
+            ("global_batch_size", self.global_batch_size, kept_total, total),
+        )
+        for name, value, kept, planned in requests:
+            if value not in (None, "auto") and (kept if value == "keep" else value) != planned:
+                loaders = f", the train dataloader's {kept}" if value == "keep" else ""
+                text = f"plan and {name}={value!r} contradict each other: the plan's is {planned}{loaders}"
+                raise ConfigurationError(f"{text}. Leave one of them out")
+
+    def remedy(self, plan: ExecutionPlan, present: int, ranks: int, is_given: bool) -> str:
+        """Say how the batch size and accumulation stay as they were; empty where the user asked for other ones.
+
+        Args:
+            plan: the plan that changes them.
+            present: the loader's batch size.
+            ranks: number of ranks.
+            is_given: whether the plan was given.
+        """
+        if self.batch_size != "auto":
+            return ""
+        if is_given:
+            return "the plan that was given says so: batch_size='keep' without it keeps yours"
+        total = self.global_batch_size
+        if plan.batch_size == present or (isinstance(total, Integral) and total % (present * ranks)):
+            return ""
+        return f"batch_size='keep'{' in place of global_batch_size' * (total == 'keep')} keeps yours"
+
     def request(
         self,
         trainer: pl.Trainer,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -101,7 +100,6 @@ class HandoverStrategy(ProcessGroupStrategy):
     """A strategy that gives its module back when a run is over, and goes on with it in a later run."""
 
     _options: PlanningOptions
-    _given_plan: str | Path | ExecutionPlan | None
     _engine: Engine | None = None
     _planning_result: PlanningResult | None = None
     _sizes_before: tuple[int, int] | None = None
@@ -116,7 +114,7 @@ class HandoverStrategy(ProcessGroupStrategy):
     @property
     def _keeps_batch_size(self) -> bool:
         """Whether each rank trains at the batch size of its own loader."""
-        return self._given_plan is None and self._options.batch_size == "keep"
+        return self._options.batch_size == "keep"
 
     @abstractmethod
     def _apply_plan(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine, ranks: RankGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.batch_sizes import BatchSizePolicy
 from lightning_osdp.strategy.batch_size_change import Epoch, describe_change, update_hyperparameters
+from lightning_osdp.strategy.planning_options import PlanningOptions
 from tests.support.models import hand_made_plan
 
 
@@ -84,17 +86,73 @@ def test_check_batch_size_beyond_the_length_of_the_data_says_how_large_it_may_be
 
 def test_describe_change_says_sizes_steps_and_what_to_do() -> None:
     plan = hand_made_plan({}, 2, batch_size=96)
-    said = describe_change(Epoch(3072), 32, 1, plan, 2)
-    assert said == (
+    assert describe_change(Epoch(3072), 32, 1, plan, 2, "this keeps yours") == (
         "batch size per device 32 -> 96 (global 64 -> 192), 96 -> 32 optimizer steps per epoch; the learning rate is "
-        "yours to adapt; batch_size='keep' keeps yours"
+        "yours to adapt; this keeps yours"
     )
-    assert describe_change(Epoch(3072), 96, 1, plan, 2) == ""
-    assert "accumulate_grad_batches 2 -> 1" in describe_change(Epoch(None), 96, 2, plan, 2)
-    assert describe_change(Epoch(3072), 48, 2, plan, 2) == (
+    assert describe_change(Epoch(3072), 96, 1, plan, 2, "this keeps yours") == ""
+    assert "accumulate_grad_batches 2 -> 1" in describe_change(Epoch(None), 96, 2, plan, 2, "")
+    assert describe_change(Epoch(3072), 48, 2, plan, 2, "") == (
         "batch size per device 48 -> 96 (global 192 -> 192), accumulate_grad_batches 2 -> 1, 32 -> 32 optimizer steps "
-        "per epoch; batch_size='keep' keeps yours"
+        "per epoch"
     )
+
+
+KEEP = "batch_size='keep' keeps yours"
+WITHOUT_PLAN = "the plan that was given says so: batch_size='keep' without it keeps yours"
+
+
+@pytest.mark.parametrize(
+    ("options", "is_given", "remedy"),
+    [
+        ({}, False, KEEP),
+        ({"max_batch_size": 96}, False, KEEP),
+        ({"batch_size": 96}, False, ""),
+        ({"batch_size": "keep", "global_batch_size": 384}, False, ""),  # the accumulation is as asked for
+        ({"global_batch_size": 192}, False, KEEP),
+        ({"global_batch_size": 96}, False, ""),  # 32 samples on each of 2 ranks can't make 96
+        ({"global_batch_size": "keep"}, False, "batch_size='keep' in place of global_batch_size keeps yours"),
+        ({}, True, WITHOUT_PLAN),
+        ({"max_batch_size": 96}, True, WITHOUT_PLAN),
+        ({"batch_size": 96}, True, ""),
+    ],
+)
+def test_remedy_is_what_keeps_the_batch_size_with_these_arguments(
+    options: dict[str, Any], is_given: bool, remedy: str
+) -> None:
+    plan = hand_made_plan({}, 2, batch_size=96)
+    assert PlanningOptions(**options).remedy(plan, 32, 2, is_given) == remedy
+
+
+def test_changed_accumulation_alone_has_no_remedy_in_the_batch_size() -> None:
+    plan = hand_made_plan({}, 2, batch_size=96)
+    assert PlanningOptions(global_batch_size=384).remedy(plan, 96, 2, is_given=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "present", "text"),
+    [
+        ({"batch_size": 32}, 32, r"^plan and batch_size=32 contradict each other: the plan's is 96\. Leave one"),
+        ({"batch_size": "keep"}, 32, r"batch_size='keep' .* the plan's is 96, the train dataloader's 32\. Leave"),
+        ({"max_batch_size": 64}, 32, "max_batch_size=64 contradict each other: the plan's is 96"),
+        ({"global_batch_size": 96}, 32, "global_batch_size=96 contradict each other: the plan's is 192"),
+        ({"global_batch_size": "keep"}, 32, "global_batch_size='keep' .* the plan's is 192, the train dataloader's 64"),
+        ({}, 32, None),
+        ({"batch_size": 96, "max_batch_size": 96, "global_batch_size": 192}, 32, None),
+        ({"batch_size": "keep"}, 96, None),
+        ({"max_batch_size": 128, "global_batch_size": "keep"}, 96, None),
+    ],
+)
+def test_plan_of_another_batch_size_than_is_asked_for_is_refused(
+    options: dict[str, Any], present: int, text: str | None
+) -> None:
+    plan = hand_made_plan({}, 2, batch_size=96)
+    with pytest.raises(ConfigurationError, match=text) if text else nullcontext():
+        PlanningOptions(**options).check_sizes(plan, (present, present), 1)
+
+
+def test_plan_that_keeps_sizes_of_each_rank_has_the_largest() -> None:
+    PlanningOptions(batch_size="keep").check_sizes(hand_made_plan({}, 2, batch_size=96), (64, 96), 1)
 
 
 def test_candidates_end_with_the_largest_allowed() -> None:
