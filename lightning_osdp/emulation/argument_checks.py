@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_osdp.errors import ConfigurationError
@@ -18,6 +20,31 @@ def check_rank(name: str, rank: int, ranks: int) -> None:
     """
     if not 0 <= rank < ranks:
         raise ConfigurationError(f"{name}: there is no rank {rank} in a group of {ranks} ranks")
+
+
+_BITWISE = ("BAND", "BOR", "BXOR")
+
+_REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE)
+
+
+def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
+    """Refuse a reduction that is not emulated, or that gloo refuses on a CPU and NCCL on CUDA.
+
+    Raises:
+        ConfigurationError: there is none such, or not of such tensors.
+    """
+    name = next((name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name)), None)
+    if name is None:
+        raise ConfigurationError(
+            f"the reduction {getattr(op, 'op', op)} is not emulated: sum, mean, product, min, max, and, or, xor are"
+        )
+    for tensor in tensors:
+        has_fractions = tensor.is_floating_point() or tensor.is_complex()
+        if name in _BITWISE and (has_fractions or tensor.is_cuda):
+            kind = "on CUDA" if tensor.is_cuda else f"of {tensor.dtype}"
+            raise ConfigurationError(f"there is no {name} of tensors {kind}")
+        if name == "AVG" and not has_fractions and not (tensor.is_cuda and tensor.dtype != torch.bool):
+            raise ConfigurationError(f"there is no mean of tensors of {tensor.dtype}: cast them, or sum them")
 
 
 def check_parts(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:

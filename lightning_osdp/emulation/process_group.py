@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,15 +26,15 @@ from lightning_osdp.emulation.argument_checks import (
     check_list,
     check_parts,
     check_rank,
+    check_reduction,
     check_rows,
 )
+from lightning_osdp.emulation.call_forms import also_single
 from lightning_osdp.emulation.link_clock import LinkClock
 from lightning_osdp.emulation.links import Collective, EmulatedLinks
+from lightning_osdp.emulation.messages import Mailbox
 from lightning_osdp.errors import ConfigurationError
 from lightning_osdp.planning.spec.cluster import Cluster
-
-_UNCHANGED = {dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.BAND, dist.ReduceOp.BOR}
-"""Reductions of N equal values that give this value."""
 
 _ProcessGroup: Any = dist.ProcessGroup  # torch calls methods of it by position, its stubs name other arguments
 
@@ -97,7 +98,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self._occupied = links.occupied(ranks)
         self._timeout = timeout
         self._group_name = self._group_desc = ""
-        self._sent: Tensor | None = None
+        self._mailbox = Mailbox()
         self.bytes_sent: dict[str, int] = {}
         self.calls = 0
 
@@ -185,22 +186,26 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 
+    @also_single(1, "op")
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce N copies of each tensor."""
         return self._run("all_reduce", lambda: self._reduce(tensors, opts), tensors, tensors=len(tensors))
 
     allreduce_coalesced = allreduce
 
+    @also_single(1, "root", "op")
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Reduce N copies of each tensor; the result is right on every rank."""
         check_rank("reduce", self._rank if opts is None else opts.rootRank, self.size())
         return self._run("reduce_scatter", lambda: self._reduce(tensors, opts), tensors)
 
+    @also_single(1, "root")
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Leave the tensors as they are: other ranks have the same."""
         self._check_root(tensors, opts, "broadcast")
         return self._run("all_gather", lambda: None, tensors)
 
+    @also_single(2)
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy each input to all of its outputs."""
         for targets, source in zip(outputs, inputs, strict=True):
@@ -261,6 +266,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([output], [input], opts)
 
+    @also_single(2, "op")
     def reduce_scatter(
         self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -268,6 +274,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         parts = self._own_parts("reduce_scatter", outputs, input_lists)
         return self._scatter("reduce_scatter", outputs, parts, [one for many in input_lists for one in many], opts)
 
+    @also_single(2, "root")
     def scatter(
         self, outputs: Sequence[Tensor], input_lists: Sequence[Sequence[Tensor]], opts: Any = None
     ) -> dist.Work:
@@ -284,6 +291,7 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
             check_alike(name, tensors[self._rank], output)
         return [tensors[self._rank] for tensors in input_lists]
 
+    @also_single(2, "root")
     def gather(self, output_lists: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Copy each input to all of its outputs, if this rank has outputs."""
         check_rank("gather", self._rank if opts is None else opts.rootRank, self.size())
@@ -321,34 +329,18 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         self.barrier().wait()
 
     def send(self, tensors: Sequence[Tensor], target: int, tag: int = 0) -> dist.Work:
-        """Send a message that nobody gets; the next one that is received is a copy of it."""
+        """Send a message that nobody gets: a copy of it is received."""
         check_rank("send", target, self.size())
-        self._sent = tensors[0].detach()
-        return self._message(tensors, lambda: None, target)
+        return self._mailbox.send(tensors[0], target, tag, partial(self._message, tensors, target))
 
     def recv(self, tensors: Sequence[Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Receive a copy of what this rank has sent last if it is of the same kind, else zeros.
-
-        Raises:
-            ConfigurationError: there is no such rank, or it would send integers that are not known.
-        """
+        """Receive a copy of what this rank sends, in that order; of what was not sent, zeros."""
         check_rank("recv", source, self.size())
-        sent = self._sent
-        known = [sent is not None and (sent.shape, sent.dtype) == (one.shape, one.dtype) for one in tensors]
-        check_known("message", [one for one, is_known in zip(tensors, known, strict=True) if not is_known], source)
-
-        def copy() -> None:
-            for tensor, is_known in zip(tensors, known, strict=True):
-                tensor.copy_(sent) if is_known and sent is not None else tensor.zero_()
-
-        return self._message(tensors, copy, source)
+        return self._mailbox.receive(tensors[0], source, tag, partial(self._message, tensors, source))
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int = 0) -> dist.Work:
         """Receive from the next rank."""
-        source = (self._rank + 1) % self.size()
-        work: Any = self.recv(tensors, source, tag)
-        work._source_rank = lambda: source
-        return work  # type: ignore[no-any-return]
+        return self.recv(tensors, (self._rank + 1) % self.size(), tag)
 
     # torch 2.13 calls some of them by other names.
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
@@ -378,10 +370,13 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
         return self._clock.start(torch.no_grad()(copy), results, seconds, self._occupied)
 
-    def _message(self, tensors: Sequence[Tensor], copy: Callable[[], None], peer: int) -> dist.Work:
+    def _message(
+        self, sent: Sequence[Tensor], peer: int, copy: Callable[[], None], results: Sequence[Tensor]
+    ) -> dist.Work:
         pair = (self._ranks[self._rank], self._ranks[peer])
-        seconds = self._links.message_s(_total_bytes(tensors), pair)
-        return self._clock.start(torch.no_grad()(copy), tensors, seconds, self._links.occupied(pair))
+        return self._clock.start(
+            copy, results, self._links.message_s(_total_bytes(sent), pair), self._links.occupied(pair)
+        )
 
     def _scatter(
         self,
@@ -403,9 +398,10 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         """Replace each tensor by the reduction of N copies of it.
 
         Raises:
-            ConfigurationError: the reduction is not emulated.
+            ConfigurationError: the reduction is not emulated, or not for such tensors.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        check_reduction(op, tensors)
         numbers = [tensor for tensor in tensors if tensor.dtype != torch.bool]  # a sum of truths is the same truth
         if op == dist.ReduceOp.SUM:
             for tensor in numbers:
@@ -413,9 +409,9 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         elif op == dist.ReduceOp.PRODUCT:
             for tensor in numbers:
                 tensor.pow_(self.size())
-        elif not any(op == unchanged for unchanged in _UNCHANGED):
-            name = getattr(op, "op", op)
-            raise ConfigurationError(f"the reduction {name} is not emulated: sum, mean, product, min, max, and, or are")
+        elif op == dist.ReduceOp.BXOR and self.size() % 2 == 0:
+            for tensor in tensors:
+                tensor.zero_()
 
     def _check_root(self, tensors: Sequence[Tensor], opts: Any, name: str) -> None:
         """Refuse to take from another rank what this one can't know, such as the length of a pickled object.
