@@ -28,7 +28,7 @@ _REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE)
 
 
 def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
-    """Refuse a reduction that is not emulated, or that gloo refuses on a CPU and NCCL on CUDA.
+    """Refuse a reduction that is not emulated, or that neither gloo on a CPU nor NCCL on CUDA does.
 
     Raises:
         ConfigurationError: there is none such, or not of such tensors.
@@ -43,8 +43,8 @@ def check_reduction(op: Any, tensors: Sequence[Tensor]) -> None:
         if name in _BITWISE and (has_fractions or tensor.is_cuda):
             kind = "on CUDA" if tensor.is_cuda else f"of {tensor.dtype}"
             raise ConfigurationError(f"there is no {name} of tensors {kind}")
-        if name == "AVG" and not has_fractions and not (tensor.is_cuda and tensor.dtype != torch.bool):
-            raise ConfigurationError(f"there is no mean of tensors of {tensor.dtype}: cast them, or sum them")
+        if name == "AVG" and tensor.dtype == torch.bool:  # Lightning asks for that of integers
+            raise ConfigurationError("there is no mean of tensors of torch.bool: cast them, or sum them")
 
 
 def check_parts(name: str, whole: Tensor, part: Tensor, ranks: int) -> None:

@@ -24,7 +24,7 @@ def also_single(num_operands: int, *names: str) -> Callable[[Callable[..., dist.
         def call(group: Any, *args: Any, **named: Any) -> dist.Work:
             operands, rest = args[:num_operands], args[num_operands:]
             opts = named.pop("opts", None)
-            if rest and hasattr(rest[0], "asyncOp"):
+            if rest and hasattr(rest[0], "timeout"):  # which all options have
                 opts, rest = rest[0], rest[1:]
             named.update(zip(names, rest, strict=False))  # a time-out may follow
             if opts is None:
