@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -215,12 +216,31 @@ def _train_once(
         )
         command = [sys.executable, "-m", "lightning_osdp.cli.emulate_worker"]
         output = subprocess.DEVNULL if quiet else None
-        done = subprocess.run(command, input=task.model_dump_json(), text=True, stdout=output, check=False)
+        status = _run_without_ctrl_c(command, task.model_dump_json(), output)
         if not result.is_file():
-            how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
-            killed = " (out of memory?)" if done.returncode == -9 else ""
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            killed = " (out of memory?)" if status == -9 else ""
             return StrategyResult(strategy=strategy, failure=f"the process ended with {how}{killed}")
         return StrategyResult.model_validate_json(result.read_text())
+
+
+def _run_without_ctrl_c(command: list[str], text: str, output: int | None) -> int:
+    """Run a process that Ctrl-C does not reach, and kill it when this one is interrupted; return its exit status.
+
+    A terminal sends SIGINT to both. Python and Lightning would print where it reached the other one.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which a new process inherits
+    try:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, text=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        process.communicate(text)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return process.returncode
 
 
 def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:

@@ -335,4 +335,6 @@ def _as_configuration_error(config: TrainingConfig) -> Iterator[None]:
     except OSDPError:
         raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):  # Lightning's for Ctrl-C
+            raise error.__context__ from None
         raise ConfigurationError(f"{config.path}: {describe_error(error)}") from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_osdp.cli import emulate, emulate_worker
+from lightning_osdp.cli import emulate, emulate_worker, offline_plan
 from lightning_osdp.cli.emulate_worker import StrategyName, StrategyResult
 from lightning_osdp.cli.main import main
 from lightning_osdp.emulation.environment import resolve_cluster
@@ -179,3 +181,21 @@ def test_text_and_truth_in_a_hardware_or_cluster_file_are_no_numbers(value: str,
         file.write_text(json.dumps(data))
         with pytest.raises(ConfigurationError, match=f"field {field}: Input should be a valid"):
             resolve_cluster(str(file), None)
+
+
+def test_ctrl_c_does_not_reach_the_process_that_trains() -> None:
+    code = "import os, signal, sys; sys.stdin.read(); os.kill(os.getpid(), signal.SIGINT); sys.exit(7)"
+    assert emulate._run_without_ctrl_c([sys.executable, "-c", code], "", None) == 7
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_exit_of_lightning_after_ctrl_c_is_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            sys.exit(1)
+
+    monkeypatch.setattr(offline_plan, "_ConfigCLI", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        offline_plan.fit_config(SimpleNamespace(path=Path("fit.yaml")), lambda *_: None)  # type: ignore[arg-type, return-value]
