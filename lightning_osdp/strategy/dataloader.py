@@ -46,6 +46,9 @@ class TrainData:
         if not self._source.is_defined():
             raise ConfigurationError("there is no train dataloader: pass one to fit() or define train_dataloader()")
         self._loader = self._source.dataloader()
+        if self._source.is_module() and _loses_batch_sampler(trainer, self._loader):
+            options = {"num_workers": self._loader.num_workers, "collate_fn": self._loader.collate_fn}
+            self._loader = DataLoader(self._loader.dataset, batch_size=1, **options)
         self._follows_attribute: bool | None = None
         self.typical_batch: Any = None
         """The batch of median size among those that were read; None before they are."""
@@ -299,6 +302,16 @@ def _find_parts(source: Any) -> Iterator[Any]:
             if not isinstance(loader.dataset, IterableDataset) or is_repeatable(loader.dataset):
                 yield loader.dataset
             yield from filter(is_repeatable, (loader.sampler, loader.batch_sampler))
+
+
+def _loses_batch_sampler(trainer: pl.Trainer, loader: Any) -> bool:
+    """Return whether Lightning trains a loader of a hook at batch size 1 beside its distributed sampler, as in DDP."""
+    return (
+        type(loader) is DataLoader
+        and loader.batch_size is None
+        and type(loader.batch_sampler) is BatchSampler
+        and trainer._data_connector._requires_distributed_sampler(loader)
+    )
 
 
 def _loader_arguments(loader: DataLoader[Any], batch_size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

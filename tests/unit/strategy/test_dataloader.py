@@ -284,3 +284,18 @@ def test_reading_batches_leaves_all_parts_of_a_loader_as_they_were(kind: str) ->
     trainer = train_data(loader)._trainer
     assert read_data(trainer, trainer.lightning_module, count=3)[2] in (2, 3)
     assert look(loader) == look(make())
+
+
+@pytest.mark.parametrize(("injects", "size"), [(True, 1), (False, 4)])
+def test_plain_batch_sampler_of_a_hook_is_read_at_the_size_that_lightning_trains(
+    injects: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = DataLoader(ROWS, batch_sampler=BatchSampler(RandomSampler(ROWS), 4, drop_last=False))
+    trainer = train_data(loader)._trainer
+    module = trainer.lightning_module
+    monkeypatch.setattr(module, "train_dataloader", lambda: loader)
+    trainer._data_connector.attach_data(module)
+    monkeypatch.setattr(trainer._data_connector, "_requires_distributed_sampler", lambda _: injects)
+    data, _, read = read_data(trainer, module, count=3)
+    assert read == size
+    assert data.fixed_batch_size_reason()
