@@ -71,7 +71,7 @@ FLOPS_PER_REPLICATED = {"cpu": 1 << 22, "cuda": 0}
 MIN_REPEATS, MAX_REPEATS, TIMING_BUDGET_S = 3, 5, 0.45
 """Number of timed steps for each mode and size, after one warm-up step, and how long they may take in all."""
 
-ASSUMED_CALIBRATION, SHARED_CORES_CALIBRATION = {"cpu": 0.15, "cuda": 0.0}, 0.3
+ASSUMED_CALIBRATION, SHARED_CORES_CALIBRATION = {"cpu": 0.15}, 0.3
 """Fraction by which collectives and the engine are assumed to take longer within a step than in parts, until a trial
 measures it, and the same where ranks share cores. On a CPU ranks wait for each other (emulated ones do not), and gloo's
 threads compute beside them; there may be no memory or time for a trial. [M-engine-2] [M-engine-35]"""
@@ -122,7 +122,7 @@ def measure_engine_overhead(
         fits[mode] = ModeOverhead(fixed_s=line.fixed, s_per_byte=line.per_sample)
     if Mode.TP in capabilities.modes:
         fits[Mode.TP] = _measure_tensor_parallel(group, device, cluster, capabilities.engine)
-    factor = 0.0 if is_emulated(group) else ASSUMED_CALIBRATION[device.type]
+    factor = 0.0 if is_emulated(group) else ASSUMED_CALIBRATION.get(device.type, 0.0)
     factor = SHARED_CORES_CALIBRATION if CORE_SHARING.is_shared else factor
     calibration = CalibrationFactors(**{mode.value: factor for mode in Mode})
     return EngineOverhead(**{mode.value: fit for mode, fit in fits.items()}, calibration=calibration)

@@ -229,12 +229,12 @@ class CallsBack(Net):
 @pytest.mark.parametrize("name", ["osdp", "ddp"])
 def test_users_collective_that_is_not_emulated_ends_training_with_its_name(name: str) -> None:
     def call() -> None:
-        dist.all_reduce(torch.ones(1, dtype=torch.int64), dist.ReduceOp.BXOR)
+        dist.all_reduce(torch.ones(1), dist._make_nccl_premul_sum(0.5))
 
     plan = plan_for(Net(), next(iter(loader())), 16, "zdp", BATCH_SIZE)
     with emulated("2xa100-80gb-nvlink+200gbit", 16) as environment:
         strategy = OSDPStrategy(plan=plan) if name == "osdp" else DDPStrategy()
-        with pytest.raises(ConfigurationError, match=r"reduction .*BXOR is not emulated"):
+        with pytest.raises(ConfigurationError, match=r"reduction .*PREMUL_SUM is not emulated"):
             fit(strategy, environment, CallsBack(call))
 
 
