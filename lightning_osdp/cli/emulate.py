@@ -133,7 +133,8 @@ def run(options: Namespace, write_page: WritePage) -> None:
         write_page(options.html, plan_or_none)
     elif options.html is not None:
         warnings.warn(f"{options.html} is not written: OSDP has no plan to show", OSDPWarning, stacklevel=2)
-    rows = [_to_row(result, request.cluster.ranks) for result in results]
+    limit = None if plan_or_none is None else plan_or_none.memory_limit_bytes
+    rows = [_to_row(result, request.cluster.ranks, limit) for result in results]
     print(json.dumps(rows, indent=2)) if options.json else Console().print(tables.emulation_table(rows, plan_or_none))
     if all(result.failure for result in results):
         options.json = False  # the error is not written beside the document
@@ -243,12 +244,14 @@ def _run_without_ctrl_c(command: list[str], text: str, output: int | None) -> in
     return process.returncode
 
 
-def _to_row(result: StrategyResult, ranks: int) -> dict[str, Any]:
-    """Return what is printed of a result."""
+def _to_row(result: StrategyResult, ranks: int, limit_bytes: int | None) -> dict[str, Any]:
+    """Return what is printed of a result; ``limit_bytes`` is the memory limit of OSDP's plan, if there is one."""
     if result.failure:
         return {"strategy": result.strategy, "error": result.failure}
     row: dict[str, Any] = result.model_dump(exclude={"plan", "failure", "needed_bytes", "budget_bytes"})
     row["samples_per_s"] = result.samples_per_s(ranks)
+    if limit_bytes is not None:
+        row["over_limit_bytes"] = max(0, result.peak_memory_bytes - limit_bytes)
     if result.plan is not None:
         row["predicted"] = result.plan.predicted.model_dump(mode="json")
     return row

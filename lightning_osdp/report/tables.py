@@ -153,7 +153,8 @@ def emulation_table(rows: Sequence[Mapping[str, Any]], plan: ExecutionPlan | Non
         plan: OSDP's plan.
     """
     table = Table(box=None, pad_edge=False)
-    for title in ("strategy", "batch size", "step time", "samples/s", "peak memory"):
+    is_limit_exceeded = any(row.get("over_limit_bytes") for row in rows)
+    for title in ("strategy", "batch size", "step time", "samples/s", "peak memory", *["over limit"] * is_limit_exceeded):
         table.add_column(title, justify="left" if title == "strategy" else "right")
     named = [(", ".join([_STRATEGIES[row["strategy"]], *row.get("settings", {})]), row) for row in rows]
     if plan is not None:
@@ -163,7 +164,10 @@ def emulation_table(rows: Sequence[Mapping[str, Any]], plan: ExecutionPlan | Non
             table.add_row(name, "", row["error"])
             continue
         step_time, rate = format_seconds(row["step_time_s"]), f"{row['samples_per_s']:,.1f}"
-        table.add_row(name, str(row["batch_size"]), step_time, rate, format_bytes(row["peak_memory_bytes"]))
+        excess = row.get("over_limit_bytes", 0)
+        over_limit = [format_bytes(excess) if excess else ""] * is_limit_exceeded
+        peak = format_bytes(row["peak_memory_bytes"])
+        table.add_row(name, str(row["batch_size"]), step_time, rate, peak, *over_limit)
     return table
 
 

@@ -7,9 +7,9 @@ from typing import Any
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_osdp.backend.agree import all_reduce_max
 from lightning_osdp.errors import ShardingError
 from lightning_osdp.state.guarded_parameter import Followed
 
@@ -26,10 +26,9 @@ def check_limited_rows(changed: Followed, arguments: Sequence[Any]) -> None:
     """
     indices = next(value for value in arguments if isinstance(value, Tensor) and not value.is_floating_point())
     number, guard = crc32(torch.unique(indices).cpu().numpy().tobytes()), changed.local.guard
-    both = torch.tensor([number, -number], device=changed.full.device)
     guard.context.check_access(guard)
-    dist.all_reduce(both, dist.ReduceOp.MAX, guard.context.group)
-    if both.sum() != 0:
+    most, negated_least = all_reduce_max([number, -number], guard.context.group, changed.full.device)
+    if most != -negated_least:
         changed.stamp = (-1, -1)  # to be gathered again
         raise ShardingError(
             f"{guard.name} is sharded, and max_norm changes the rows that a rank looks up, which are others on each "

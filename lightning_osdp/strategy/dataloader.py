@@ -194,7 +194,7 @@ class TrainData:
             loaders = tree_leaves(source.dataloader())
         except Exception:  # the user's val_dataloader may rely on hooks that have not run yet, and raise anything
             return 0
-        sizes = {loader.batch_size or 0 for loader in loaders if isinstance(loader, DataLoader)}
+        sizes = {_size_of_batches(loader) for loader in loaders if isinstance(loader, DataLoader)}
         if source.is_module() and lightning_hasattr(module, "batch_size"):
             sizes.discard(lightning_getattr(module, "batch_size"))
         return max(sizes, default=0)
@@ -302,6 +302,12 @@ def _find_parts(source: Any) -> Iterator[Any]:
             if not isinstance(loader.dataset, IterableDataset) or is_repeatable(loader.dataset):
                 yield loader.dataset
             yield from filter(is_repeatable, (loader.sampler, loader.batch_sampler))
+
+
+def _size_of_batches(loader: DataLoader[Any]) -> int:
+    """Return the batch size that a loader or its batch sampler is set to; 0 if neither tells."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 0)
+    return size if isinstance(size, int) else 0
 
 
 def _loses_batch_sampler(trainer: pl.Trainer, loader: Any) -> bool:

@@ -187,12 +187,13 @@ class PlanningOptions:
             ConfigurationError: an argument and the plan contradict each other.
         """
         size, total = plan.batch_size, plan.batch_size * plan.accumulate_grad_batches * len(present)
-        keeps, kept_total = max(present), present[0] * accumulation * len(present)
-        requests = (
-            ("batch_size", self.batch_size, keeps, size),
-            ("max_batch_size", None if size <= (self.max_batch_size or size) else self.max_batch_size, 0, size),
+        kept_total = present[0] * accumulation * len(present)
+        requests: list[tuple[str, Any, int, int]] = [
+            ("batch_size", self.batch_size, max(present), size),
             ("global_batch_size", self.global_batch_size, kept_total, total),
-        )
+        ]
+        if self.max_batch_size is not None and size > self.max_batch_size:
+            requests.append(("max_batch_size", self.max_batch_size, size, size))
         for name, value, kept, planned in requests:
             if value not in (None, "auto") and (kept if value == "keep" else value) != planned:
                 loaders = f", the train dataloader's {kept}" if value == "keep" else ""

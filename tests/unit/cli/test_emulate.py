@@ -140,6 +140,33 @@ def test_page_that_is_not_written_is_said(
     assert not page.exists()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_strategy_that_takes_more_than_the_limit_is_marked(
+    as_json: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = hand_made_plan({}, 8, batch_size=20)
+    limit = plan.memory_limit_bytes
+    peaks = {"osdp": limit, "ddp": limit + 3 * GIB, "fsdp": limit - 1, "fsdp2": limit}
+
+    def train(_: Any, strategy: StrategyName, *__: Any) -> StrategyResult:
+        its_plan = plan if strategy == "osdp" else None
+        peak = peaks[strategy]
+        return StrategyResult(strategy=strategy, batch_size=4, step_time_s=1, plan=its_plan, peak_memory_bytes=peak)
+
+    monkeypatch.setattr(emulate, "_train", train)
+    args = ["--config", write_config(tmp_path), "--hardware", "h100-80gb-nvlink", "--compare"]
+    assert main(["emulate", *args, *(["--json"] if as_json else [])]) == 0
+    printed = capsys.readouterr().out
+    if as_json:
+        assert [row["over_limit_bytes"] for row in json.loads(printed)] == [0, 3 * GIB, 0, 0]
+    else:
+        heading, *rows = printed[printed.index("strategy ") :].splitlines()
+        assert heading.endswith("over limit")
+        marked = [row for row in rows if row.rstrip().endswith("3.00 GiB")]
+        assert len(marked) == 1
+        assert marked[0].startswith("DDP")
+
+
 def test_ddp_is_trained_again_with_each_argument_that_it_asks_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[dict[str, bool]] = []
     words = ["enable find_unused_parameters=True", "try to use _set_static_graph()", "find_unused_parameters"]

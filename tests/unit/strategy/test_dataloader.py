@@ -299,3 +299,31 @@ def test_plain_batch_sampler_of_a_hook_is_read_at_the_size_that_lightning_trains
     data, _, read = read_data(trainer, module, count=3)
     assert read == size
     assert data.fixed_batch_size_reason()
+
+
+class OwnGroups(BatchSampler):
+    """A sampler of batches that does not say how large they are."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [
+        ({"batch_size": 5}, 5),
+        ({"batch_sampler": BatchSampler(RandomSampler(ROWS), 6, drop_last=False)}, 6),
+        ({"batch_sampler": OwnGroups()}, 0),
+        ({"batch_size": None}, 0),
+    ],
+)
+def test_evaluation_batch_size_is_that_of_the_loader_or_of_its_sampler_of_batches(
+    options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = train_data(DataLoader(ROWS, batch_size=2))
+    monkeypatch.setattr(type(data._module), "validation_step", lambda *_: None)
+    data._trainer._data_connector.attach_data(data._module, val_dataloaders=[DataLoader(ROWS, **options)])
+    assert data.evaluation_batch_size() == size
