@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lightning_osdp.errors import OSDPWarning
 from lightning_osdp.planning.cost.run_correction import MeasuredStep
+from lightning_osdp.planning.search.batch_size_search import THROUGHPUT_TOLERANCE
 from lightning_osdp.planning.spec.choices import Mode
 from lightning_osdp.planning.spec.formatting import format_bytes, format_count, format_seconds
 from lightning_osdp.planning.spec.plan import ExecutionPlan, OperatorPlan
@@ -62,6 +63,11 @@ def plan_table(plan: ExecutionPlan, profiling_s: float | None = None, collective
     parts += [Text(line) for line in _compiled_lines(plan)]
     if any(point.batch_size != plan.batch_size for point in plan.frontier):
         parts += ["", _frontier_table(plan)]
+        fastest = max(plan.frontier, key=lambda point: point.samples_per_s)
+        is_close = plan.predicted.samples_per_s >= (1 - THROUGHPUT_TOLERANCE) * fastest.samples_per_s
+        if fastest.batch_size > plan.batch_size and is_close:
+            tolerance = f"{THROUGHPUT_TOLERANCE:.0%}"
+            parts.append(Text(f"Of batch sizes within {tolerance} of the fastest the smallest is taken."))
     if plan.baselines:
         parts += ["", baseline_table(plan)]
     return Group(*parts)
@@ -154,7 +160,8 @@ def emulation_table(rows: Sequence[Mapping[str, Any]], plan: ExecutionPlan | Non
     """
     table = Table(box=None, pad_edge=False)
     is_limit_exceeded = any(row.get("over_limit_bytes") for row in rows)
-    for title in ("strategy", "batch size", "step time", "samples/s", "peak memory", *["over limit"] * is_limit_exceeded):
+    titles = ["strategy", "batch size", "step time", "samples/s", "peak memory"]
+    for title in titles + ["over limit"] * is_limit_exceeded:
         table.add_column(title, justify="left" if title == "strategy" else "right")
     named = [(", ".join([_STRATEGIES[row["strategy"]], *row.get("settings", {})]), row) for row in rows]
     if plan is not None:

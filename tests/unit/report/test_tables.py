@@ -159,6 +159,12 @@ def test_plan_table_runners_up_are_three_fastest_other_batch_sizes() -> None:
     assert cells(text, "batch size 4") == ["batch size 4", "73.7 samples/s", "-4.0%", "1.17 GiB"]
 
 
+@pytest.mark.parametrize(("rate", "is_said"), [(76.8, False), (77.2, True), (90.0, False)])
+def test_plan_table_says_why_a_slightly_faster_batch_size_is_not_taken(rate: float, is_said: bool) -> None:
+    text = to_text(plan_table(make_plan(frontier=frontier((8, 76.8, 1536), (16, rate, 1600)))))
+    assert ("Of batch sizes within 1% of the fastest the smallest is taken." in text) == is_said
+
+
 def test_measured_table_shows_prediction_measurement_and_error() -> None:
     text = to_text(measured_table(make_plan(), MeasuredStep(1.0, 0.2, 2048 << 20), 20))
     assert cells(text, "step time") == ["step time", "1.25 s", "1.00 s", "+25.0%"]
