@@ -3,8 +3,9 @@
 ``step_time.hidden_s`` gives each operator the compute of its neighbours, whatever is chosen for these, because an exact
 search needs costs that add up. A plan that was found is known as a whole, so that each collective can be started when
 the engine starts it (``engine.fairscale.unit_collectives``): two units are gathered ahead, one reduction goes on while
-the next gradient is computed, and all share one link. So a unit behind one in slices is gathered beside the last two
-of them alone, and a reduction waits for the all-reduce of a large table that came before it.
+the next gradient is computed, and all share the link inside their node, or that between nodes, or both. So a unit
+behind one in slices is gathered beside the last two of them alone, and a reduction waits for the all-reduce of a large
+table that came before it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class _Collective(NamedTuple):
     """On the link."""
     is_async: bool = True
     """Whether the rank computes meanwhile."""
+    spans_nodes: bool = True
+    """Whether it occupies the link between nodes, too, if there are several."""
 
 
 class _Stretch(NamedTuple):
@@ -108,12 +111,13 @@ def exposed_communication_s(
 
 @dataclass
 class _Link:
-    """The clock of a rank, and when its link is free."""
+    """The clock of a rank, and when its links are free."""
 
     now_s: float = 0.0
     free_s: float = 0.0
+    """When the link inside its node is free."""
     between_free_s: float = 0.0
-    """When the link between nodes is free."""
+    """When the link between nodes is free. Collectives of all ranks occupy both."""
     idle_s: float = 0.0
     _started: dict[int, float] = field(default_factory=dict)
     """When gathers that were started ahead end, by the position of their stretch."""
@@ -132,7 +136,7 @@ class _Link:
         following = _following_gathers(stretches)
         for index, stretch in enumerate(stretches):
             if stretch.gather is not None:
-                ends_s = self._started.pop(index) if index in self._started else self._run(stretch.gather.seconds)
+                ends_s = self._started.pop(index) if index in self._started else self._run(stretch.gather)
                 self._wait_until(ends_s)
             if stretch.exchange_s:
                 self._wait_until(max(self.now_s, self.free_s) + stretch.exchange_s)
@@ -142,11 +146,11 @@ class _Link:
             for part in range(parts):
                 self.now_s += stretch.compute_s / parts
                 for reduction in stretch.reductions[part : part + 1]:
-                    ends_s = self._run(reduction.seconds)
+                    ends_s = self._run(reduction)
                     self._wait_until(pending_s if reduction.is_async else max(pending_s, ends_s))
                     pending_s = ends_s
             if is_last and stretch.all_reduce_s:
-                self.free_s = self.between_free_s = all_reduced_s = self._run(stretch.all_reduce_s)
+                all_reduced_s = self._run(_Collective(stretch.all_reduce_s))
             if is_last and stretch.inter_node_s:
                 self.between_free_s = max(pending_s, self.between_free_s) + stretch.inter_node_s
         return max(pending_s, all_reduced_s)
@@ -159,12 +163,15 @@ class _Link:
             if ahead is None or gather is None:
                 return
             if gather.is_async and ahead not in self._started and stretches[ahead].unit != stretches[index].unit:
-                self._started[ahead] = self._run(gather.seconds)
+                self._started[ahead] = self._run(gather)
             ahead = following[ahead]
 
-    def _run(self, seconds: float) -> float:
-        """Start a collective and return when it ends."""
-        self.free_s = max(self.now_s, self.free_s) + seconds
+    def _run(self, collective: _Collective) -> float:
+        """Start a collective when the links that it occupies are free, and return when it ends."""
+        starts_s = max(self.now_s, self.free_s, self.between_free_s if collective.spans_nodes else 0.0)
+        self.free_s = starts_s + collective.seconds
+        if collective.spans_nodes:
+            self.between_free_s = self.free_s
         return self.free_s
 
     def _wait_until(self, moment_s: float) -> None:
@@ -304,14 +311,14 @@ def _unit_collectives(
         is_recomputed: whether its block is recomputed.
         gathers_again: whether its parameters are freed between the forward that is run again and the backward.
     """
-    is_async = unit.is_prefetched(cluster)
+    is_async, spans_nodes = unit.is_prefetched(cluster), links.inter_node is None
     played_links = links.overlapped_part() if is_async else links
     whole, played = (
         unit_communication(unit, each, cluster, recomputed=gathers_again) for each in (links, played_links)
     )
     backward_s = unit_communication(unit, played_links, cluster, recomputed=False).backward_gathers_s
     first, again, last = (
-        _Collective(seconds, is_async) if seconds else None
+        _Collective(seconds, is_async, spans_nodes) if seconds else None
         for seconds in (played.forward_s, played.backward_gathers_s - backward_s, backward_s)
     )
     if is_recomputed and not gathers_again:
@@ -320,6 +327,8 @@ def _unit_collectives(
     reductions = [played.early_reductions_s / num_early] * num_early if num_early else []
     return _UnitCollectives(
         (first, again, last),
-        tuple(_Collective(seconds, is_async) for seconds in (*reductions, played.last_reduction_s) if seconds),
+        tuple(
+            _Collective(seconds, is_async, spans_nodes) for seconds in (*reductions, played.last_reduction_s) if seconds
+        ),
         sum(whole) - sum(played),
     )

@@ -7,9 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_osdp.planning.cost.link_schedule import can_be_played, exposed_communication_s
-from lightning_osdp.planning.cost.step_time import communication_time
-from lightning_osdp.planning.spec.choices import Mode, ShardingChoice
-from lightning_osdp.planning.spec.cluster import Cluster, CollectiveFit, ComputeTimes, Link, OperatorTime, SplitTime
+from lightning_osdp.planning.cost.sharding_scopes import scope_links
+from lightning_osdp.planning.cost.shards import shards_of
+from lightning_osdp.planning.cost.step_time import communication_time, inter_node_s
+from lightning_osdp.planning.spec.choices import Mode, ShardingChoice, ShardingScope
+from lightning_osdp.planning.spec.cluster import (
+    Cluster,
+    CollectiveFit,
+    ComputeTimes,
+    HierarchicalLinks,
+    Link,
+    OperatorTime,
+    ShardingLink,
+    SplitTime,
+)
 from lightning_osdp.planning.spec.model import LinearInBatch, ModelProfile, Moment
 from tests.support.small_models import blocks_of_one, linear
 
@@ -110,6 +121,51 @@ def test_a_recomputed_unit_is_gathered_once_more() -> None:
     assert exposed_s(model, (ZDP, ZDP), compute) == pytest.approx(2 * 3 * 4)
     assert exposed_s(model, (ZDP, ZDP), compute, recomputed=("blocks.0",)) == pytest.approx(2 * 3 * 4 + 4)
     assert exposed_s(model, (ZDP2, ZDP2), compute, recomputed=("blocks.0",)) == pytest.approx(2 * 2 * 4)
+
+
+def two_nodes(inter_node_s: float) -> Cluster:
+    """Two nodes of two ranks that average 1 MiB of a part of a gradient in this time; the rest is as for two ranks."""
+    cluster = two_ranks()
+    inside = ShardingLink(all_gather=cluster.link.all_gather, reduce_scatter=cluster.link.reduce_scatter)
+    between = CollectiveFit(latency_s=0.0, s_per_byte=inter_node_s / MIB, overlap_fraction=1.0)
+    levels = HierarchicalLinks(intra_node=inside, inter_node=between, hierarchical=inside)
+    return cluster.model_copy(update={"nodes": 2, "hierarchical_links": levels})
+
+
+@pytest.mark.parametrize("last", [DP, ZDP2])
+def test_collective_of_all_ranks_waits_for_the_averages_between_nodes(last: ShardingChoice) -> None:
+    """It came as if the link between nodes was free, and the averages before it were lost."""
+    model, compute, cluster = chain(1, 64), seconds(0.0, 0.0), two_nodes(100.0)
+    inside = ZDP2._replace(scope=ShardingScope.NODE)
+    averages_s = inter_node_s(shards_of(model.operators[1], inside), scope_links(cluster, ShardingScope.NODE))
+    alone_s = exposed_s(chain(1), (last,), seconds(0.0), cluster)
+    assert averages_s > 1000
+    assert exposed_s(model, (last, inside), compute, cluster) >= averages_s + alone_s / 2
+
+
+@given(
+    sizes=st.lists(st.integers(1, 16), min_size=1, max_size=5),
+    picks=st.lists(st.sampled_from((DP, ZDP2, ZDP, SLICED)), min_size=5, max_size=5),
+    inside=st.lists(st.booleans(), min_size=5, max_size=5),
+    pace=st.sampled_from((0.1, 1.0, 10.0)),
+)
+def test_no_more_of_the_link_between_nodes_is_hidden_than_compute(
+    sizes: list[int], picks: list[ShardingChoice], inside: list[bool], pace: float
+) -> None:
+    model, cluster, compute = chain(*sizes), two_nodes(pace), seconds(*[1.0] * len(sizes))
+    scopes = [ShardingScope.NODE if each else ShardingScope.WORLD for each in inside]
+    choices = tuple(
+        pick if pick is DP else pick._replace(scope=scope)
+        for pick, scope in zip(picks[: len(sizes)], scopes, strict=False)
+    )
+    between_s = sum(
+        communication_time(operator, choice, cluster).total_s(1)
+        if choice.scope == ShardingScope.WORLD
+        else inter_node_s(shards_of(operator, choice), scope_links(cluster, choice.scope))
+        for operator, choice in zip(model.operators, choices, strict=True)
+    )
+    found_s = exposed_s(model, choices, compute, cluster)
+    assert max(0.0, between_s - 3 * len(sizes)) <= found_s * (1 + 1e-9) + 1e-9
 
 
 def test_streams_are_not_played() -> None:
