@@ -107,7 +107,8 @@ class TensorOperator:
             torch._assert_async(((ids >= 0) & (ids < num_rows)).all())
         elif len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < num_rows:
             raise IndexError("index out of range in self")  # as torch says it
-        own, padding = ids - begin, -1 if self.module.padding_idx is None else int(self.module.padding_idx)  # type: ignore[arg-type]
+        index: Any = self.module.padding_idx
+        own, padding = ids - begin, -1 if index is None else index % num_rows  # a negative one counts from the end
         is_own = (own >= 0) & (own < len(rows))
         has_padding = begin <= padding < begin + len(rows)
         values = functional.embedding(own.where(is_own, 0), rows, padding - begin if has_padding else None)

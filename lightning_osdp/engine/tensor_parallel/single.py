@@ -59,6 +59,7 @@ class SingleUnit(TensorUnit):
         (operator,) = self.operators
         _check_options(operator)
         _check_bags(operator.module, input, offsets, per_sample_weights)
+        _check_last_offset(operator, input, offsets)
         bags = Bags.create(input, offsets, per_sample_weights)
         weights, has_end = bags.weights, offsets is not None and operator.module.include_last_offset
         needs_grad = int(weights is not None and weights.requires_grad)
@@ -105,4 +106,18 @@ def _check_bags(module: Any, ids: Tensor, offsets: Tensor | None, weights: Tenso
             per_sample_weights=weights,
             include_last_offset=module.include_last_offset,
             padding_idx=module.padding_idx,
+        )
+
+
+def _check_last_offset(operator: TensorOperator, ids: Tensor, offsets: Tensor | None) -> None:
+    """Refuse indices behind the last bag, which torch counts in or out of it by mode and padding."""
+    bag: Any = operator.module
+    if offsets is None or not bag.include_last_offset or offsets.is_cuda or not len(offsets):
+        return
+    if (end := int(offsets[-1])) < len(ids):
+        raise ShardingError(
+            f"{operator.name} is tensor parallel, has include_last_offset=True, and was given {len(ids)} indices, but "
+            f"its last offset is {end}: it has to be the number of indices, else torch itself does not say in which "
+            "bag the rest is. Leave out the rest, or train without tensor parallelism, "
+            "OSDPCallback(tensor_parallel=False)"
         )
